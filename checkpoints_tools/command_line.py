@@ -1,5 +1,5 @@
-"""What the commands of this folder share: exit codes, one-sentence errors, signals, options, a progress bar, which
-process speaks."""
+"""Shared by the commands of this folder: exit codes, one-sentence errors, signals, options, a
+progress bar, the first process."""
 
 import argparse
 import os
@@ -18,12 +18,14 @@ _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
 def rank() -> int:
-    """Return this process's number among those that torchrun, srun or mpirun started; 0 where it was started alone."""
+    """Return this process's number among those of torchrun, srun or mpirun; 0 for a single
+    process."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def exit_code(work: Callable[[], int | None]) -> int:
-    """Return what the work returns (None = 0); 2 for a mistake of the user, whose sentences go to standard error."""
+    """Return the work's exit code (None: 0); 2 for a mistake of the user, whose sentences go to
+    standard error."""
     try:
         return work() or 0
     except UserError as error:
@@ -33,10 +35,11 @@ def exit_code(work: Callable[[], int | None]) -> int:
 
 @contextmanager
 def signals_as_exit() -> Iterator[list[signal.Signals]]:
-    """End the block as `sys.exit` does when Ctrl-C, SIGTERM or SIGHUP comes, with the shell's code for the signal.
+    """End the block like `sys.exit` on Ctrl-C, SIGTERM or SIGHUP, with the shell's code for the
+    signal.
 
-    So what is half written is removed. A signal that was ignored before (nohup) stays ignored. Yield the list of the
-    signals that came.
+    So unfinished files are removed. A signal ignored before (nohup) stays ignored. Yield the list
+    of received signals.
     """
 
     def end(number: signal.Signals) -> None:
@@ -51,14 +54,15 @@ def signals_as_exit() -> Iterator[list[signal.Signals]]:
     with receiver:
         try:
             yield receiver.received
-        except Exception as error:  # libraries make errors of their own of the exit
+        except Exception as error:  # libraries wrap the exit in their own errors
             if receiver.received:
                 raise SystemExit(signal_exit_code(receiver.received[0])) from error
             raise
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """Return a function for `type=` of an option that takes a whole number of at least `smallest`."""
+    """Return a function for `type=` of an option that takes a whole number of at least
+    `smallest`."""
 
     def whole(text: str) -> int:
         try:
@@ -73,7 +77,8 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def no_space(path: object, error: OSError) -> UserError:
-    """Return the sentence for an output that cannot be written: a full or read-only disk, a folder that is not ours."""
+    """Return the sentence for an unwritable output: a full or read-only disk, a folder of another
+    user."""
     return UserError(f"{path} cannot be written ({error.strerror or error}); choose another output.")
 
 
@@ -81,7 +86,7 @@ def no_space(path: object, error: OSError) -> UserError:
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[float], None]]:
     """Show a progress bar on standard error, if that is a terminal and this is the first process.
 
-    Yield a function, which must be called with the number of units done since its last call.
+    Yield a function, to be called with the number of units done since its last call.
     """
     if rank() != 0 or not sys.stderr.isatty():
         yield lambda done: None

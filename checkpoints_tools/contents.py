@@ -1,4 +1,4 @@
-"""A checkpoint folder as data: manifest, state, model and tensors, whatever of them is there."""
+"""A checkpoint folder as data: its existing parts of manifest, state, model and tensors."""
 
 import json
 from collections import Counter
@@ -24,30 +24,32 @@ _MODEL_KEYS = (
 
 @dataclass(frozen=True)
 class Contents:
-    """damage: a phrase per fault of the files; none = the folder is whole. extra: files beside those it lists.
-    state: of trainer.json, without the config. common: saved beside the tensors, such as layout and optimizer steps.
-    model: the sizes in hf/config.json.
-    """
+    """The content of a checkpoint folder."""
 
     path: Path
     num_files: int
     num_bytes: int
     damage: tuple[str, ...]
+    """A phrase per fault of the files; empty for a whole folder."""
     extra: tuple[str, ...]
+    """Unlisted files."""
     contents: tuple[str, ...]
     versions: dict[str, str]
     state: dict[str, Any]
+    """Of trainer.json, without the config."""
     common: dict[str, Any]
+    """Saved beside the tensors, such as layout and optimizer steps."""
     model: dict[str, Any]
+    """The sizes in hf/config.json."""
     tensors: dict[str, CheckpointTensor]
     objects: list[str]
     folder: TensorFolder = field(repr=False)
 
     @classmethod
     def of(cls, path: Path, verify: bool = False) -> "Contents":
-        """Read the contents of a checkpoint folder, or of a torch_dist folder alone.
+        """Read the contents of a checkpoint folder, or of a single torch_dist folder.
 
-        With `verify`, checksums are compared too. Raise UserError where there are no tensors to show.
+        With `verify`, checksums are compared too. Raise UserError if there are no tensors to show.
         """
         if not path.is_dir():
             raise UserError(f"{path} is not a folder here; give the folder of a checkpoint.")
@@ -76,7 +78,8 @@ class Contents:
         )
 
     def totals(self, pattern: str = "*") -> dict[str, dict[str, Any]]:
-        """Return part (model, optimizer) -> number of tensors, values and bytes, tensors per dtype."""
+        """Return part (model, optimizer) -> number of tensors, values and bytes, tensors per
+        dtype."""
         parts: dict[str, dict[str, Any]] = {}
         for name, tensor in self.tensors.items():
             if not fnmatch(name, pattern):
@@ -148,7 +151,8 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return {} where there is no such file, or it is damaged: the manifest's verdict says so."""
+    """Return the content, or {} if the file is missing or damaged, as the manifest's verdict
+    reports."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,5 @@
-"""What the converters share: opening the two kinds of folders, names of types, and the record of a conversion."""
+"""Shared by the converters: opening the two kinds of folders, names of types, and the record of a
+conversion."""
 
 import json
 import os
@@ -32,7 +33,7 @@ DTYPE_CHOICES = ("auto", *_DTYPE_NAMES)
 
 
 def dtype_name(dtype: "torch.dtype") -> Literal["bfloat16", "float32"]:
-    """Return what the config calls a type."""
+    """Return the config's name of a type."""
     return cast(Literal["bfloat16", "float32"], str(dtype).removeprefix("torch."))
 
 
@@ -44,8 +45,8 @@ def torch_dtype(choice: str) -> "torch.dtype | None":
 
 
 def source_dtype(folder: "SafetensorsFolder", names: list[str]) -> "torch.dtype":
-    """Return the type that all tensors of the model have, save those that are always in float32. Raises UserError where
-    that is not one the trainer computes in."""
+    """Return the common type of the model's tensors, except those always in float32. Raises
+    UserError for a type the trainer does not compute in."""
     import torch
 
     from megatron_dapo.models.weight_map import stored_dtype
@@ -86,7 +87,8 @@ def _no_model(folder: Path) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Path:
-    """Return a checkpoint folder that is complete by its manifest, as far as sizes tell. Raises UserError."""
+    """Return a checkpoint folder that is complete by its manifest and file sizes. Raises
+    UserError."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")
@@ -108,9 +110,10 @@ def open_checkpoint(path: str | Path) -> Path:
 
 
 def require_contents(job: "ConversionRanks", folder: Path) -> None:
-    """Compare every file with its checksum; the processes share the reading. Collective; raises UserError on all.
+    """Compare every file with its checksum; the processes share the reading. Collective; raises
+    UserError on all.
 
-    Torch reads a tensor of which a bit was flipped without a word.
+    Torch reads a tensor with a flipped bit without an error.
     """
     if job.is_main:
         print("comparing checksums ...", file=sys.stderr, flush=True)
@@ -125,7 +128,8 @@ def _require_whole(folder: Path, verdict: Verdict) -> None:
 
 
 def stored_dtype(folder: Path) -> "torch.dtype":
-    """Return the type of a checkpoint's weights, from its metadata. Raises UserError where it is damaged."""
+    """Return the type of a checkpoint's weights, from its metadata. Raises UserError if it is
+    damaged."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     from megatron_dapo.checkpointing.torch_dist.reading import INDEX, read_index
@@ -137,7 +141,8 @@ def stored_dtype(folder: Path) -> "torch.dtype":
 
 
 def read_conversion(folder: Path) -> dict | None:
-    """Return the record that hf_to_megatron left; none in a checkpoint that training wrote. Raises UserError."""
+    """Return the record that hf_to_megatron left; none in a checkpoint that training wrote. Raises
+    UserError."""
     file = folder / CONVERSION
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
@@ -152,8 +157,8 @@ def _damaged(file: Path, error: Exception) -> UserError:
 def check_output(path: str | Path, num_bytes: int) -> None:
     """Check the output folder before anything large is read.
 
-    Raise UserError where the folder exists already, where it cannot be made, or where its `num_bytes` bytes are too
-    many for its disk.
+    Raise UserError if the folder exists already, cannot be made, or if its disk has no room for
+    `num_bytes` bytes.
     """
     if Path(path).exists():
         raise UserError(f"--output: `{path}` exists already; remove it, or give another folder.")
@@ -172,7 +177,7 @@ def check_output(path: str | Path, num_bytes: int) -> None:
 
 @contextmanager
 def percentage(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, and yield a function, which must be called with (bytes done, bytes in all)."""
+    """Show a progress bar, and yield a function, to be called with (bytes done, bytes in all)."""
     with progress(what, 100, "%") as advance:
         shown = 0.0
 

@@ -1,6 +1,8 @@
-"""Drops repeated prompts from parquet files: of DAPO-Math-17k's 1.79 million rows 17.4 thousand are left.
+"""Drops repeated prompts from parquet files: of DAPO-Math-17k's 1.79 million rows 17.4 thousand are
+left.
 
-python -m checkpoints_tools.dedup_dataset --input dapo-math-17k.parquet --output dapo-math-17k-dedup.parquet
+python -m checkpoints_tools.dedup_dataset --input dapo-math-17k.parquet --output
+dapo-math-17k-dedup.parquet
 """
 
 import argparse
@@ -57,16 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class Report:
-    """What became of the rows. copies: hash of prompt and answer -> rows; answers: hash of prompt -> its answers."""
+    """The result for the rows."""
 
     output: str
     num_input_bytes: int
     num_output_bytes: int = 0
     copies: Counter = field(default_factory=Counter)
+    """Hash of prompt and answer -> rows."""
     answers: Counter = field(default_factory=Counter)
+    """Hash of prompt -> its answers."""
 
     def is_first(self, row: dict[str, Any], place: str, prompt_key: str) -> bool:
-        """Count the row; return True for the first of its kind. Raises UserError for a row that is no prompt."""
+        """Count the row; return True for the first of its kind. Raises UserError for an invalid
+        row."""
         key = bytes.fromhex(content_key(row, place, Columns(prompt_key)))
         self.copies[key] += 1
         if self.copies[key] > 1:
@@ -106,10 +111,11 @@ class Report:
 
 
 def dedup(inputs: Sequence[Path], output: Path, prompt_key: str = "prompt") -> Report:
-    """Write the first row of every prompt, in the order of the files, whole. Schema and codec are the first file's.
+    """Write the first row of every prompt, in the order of the files, whole. Schema and codec are
+    the first file's.
 
-    Raises UserError, and leaves no output behind, for files that cannot be read or are not alike, rows without prompt
-    or answer, and an output that exists or cannot be written.
+    Raises UserError, leaving no output behind, for unreadable or unlike files, rows without prompt
+    or answer, and an output that exists or is not writable.
     """
     _check_output(output)
     with ExitStack() as stack:
@@ -139,9 +145,10 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _only_writer(output: Path) -> Iterator[None]:
-    """Keep other processes out while the file is written, and remove what a process that was killed left of it.
+    """Keep other processes out while the file is written, and remove the leftovers of a killed
+    process.
 
-    Raise UserError where another process is writing the file, or where the file must not or cannot be written.
+    Raise UserError if another process is writing the file, or if it exists or is not writable.
     """
     lock = FileLock(output.with_name(f".{output.name}.lock"))
     if not lock.try_acquire():
@@ -178,14 +185,14 @@ def _common_schema(inputs: Sequence[Path], files: Sequence, prompt_key: str) -> 
 
 
 def _compression(files: Sequence) -> str:
-    """Return the codec of the first column that is stored."""
+    """Return the codec of the first stored column."""
     metadata = next(file.metadata for file in files if file.metadata.num_row_groups)
     codec = metadata.row_group(0).column(0).compression.lower()
     return "none" if codec == "uncompressed" else codec
 
 
 def _kept(files: Iterator, prompt_key: str, report: Report, advance) -> Iterator[pyarrow.RecordBatch]:
-    """Yield what is new of every batch of rows."""
+    """Yield the new rows of every batch."""
     for path, file in files:
         number = 0
         columns = [name for name in (prompt_key, *ANSWER_COLUMNS) if name in file.schema_arrow.names]
@@ -204,9 +211,10 @@ def _kept(files: Iterator, prompt_key: str, report: Report, advance) -> Iterator
 
 
 def _write(target: BinaryIO, batches: Iterator, schema: pyarrow.Schema, compression: str) -> None:
-    """Write the batches in row groups of at least BATCH_ROWS rows; only the last one may have fewer.
+    """Write the batches in row groups of at least BATCH_ROWS rows; only the last one may have
+    fewer.
 
-    A batch of which a hundredth is kept would make a poor row group.
+    A batch with a hundredth of its rows kept would make a poor row group.
     """
     with pyarrow.parquet.ParquetWriter(target, schema, compression=compression) as writer:
         waiting: list[pyarrow.RecordBatch] = []

@@ -34,7 +34,8 @@ from megatron_dapo.storage.staged_folder import StagedFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there is no output."""
+    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there
+    is no output."""
     arguments = parser().parse_args(argv)
     return run(lambda job: convert(job, arguments))
 
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.hf_to_megatron",
         description="Convert a Hugging Face checkpoint (safetensors) to a Megatron checkpoint (torch_dist).",
-        epilog="Alone, or under torchrun, srun or mpirun: then each process holds only its part of the model.",
+        epilog="One process, or several of torchrun, srun or mpirun, each with only its part of the model.",
     )
     parser.add_argument("--hf-model", required=True, metavar="DIR", help="the Hugging Face checkpoint")
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
@@ -84,8 +85,8 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     if job.is_main:
         if left_out := set(folder.names) - exportable(spec):
             print_line(
-                f"left out: {len(left_out)} tensors ({min(left_out)} ...), tables of rotary embeddings, which "
-                "config.json implies, or layers of multi-token prediction, which are not trained"
+                f"left out: {len(left_out)} tensors ({min(left_out)} ...), tables of rotary embeddings, implied by "
+                "config.json, or layers of multi-token prediction, which are not trained"
             )
         print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
 

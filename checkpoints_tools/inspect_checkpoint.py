@@ -1,6 +1,8 @@
-"""Shows what a checkpoint holds, and in which tensors two differ. Neither Megatron nor a GPU is needed.
+"""Shows the content of a checkpoint, and the tensors in which two differ. Needs neither Megatron
+nor
+a GPU.
 
-python -m checkpoints_tools.inspect_checkpoint RUN/checkpoints/step_000012 [--tensors] [--verify] [--json]
+python -m checkpoints_tools.inspect_checkpoint FOLDER [--tensors] [--verify] [--json]
 python -m checkpoints_tools.inspect_checkpoint --diff A B [--json]
 """
 
@@ -23,15 +25,16 @@ from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1 where the checkpoint is damaged or the two differ; 2 for mistakes of the user."""
+    """Return the exit code: 0; 1 if the checkpoint is damaged or the two differ; 2 for mistakes of
+    the user."""
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.inspect_checkpoint",
-        description="Show what a checkpoint holds: training checkpoints and the output of hf_to_megatron.",
-        epilog="Exit code 0; 1 where the checkpoint is damaged, or with --diff where the two differ; 2 for mistakes.",
+        description="Show the content of a checkpoint: a training checkpoint or the output of hf_to_megatron.",
+        epilog="Exit code 0; 1 if the checkpoint is damaged, or with --diff if the two differ; 2 for mistakes.",
     )
     parser.add_argument("checkpoint", nargs="?", type=Path, help="a checkpoint folder")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare the tensors of two checkpoints")
-    parser.add_argument("--only", default="*", metavar="PATTERN", help="tensors whose names match, e.g. 'model*'")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="tensors with matching names, e.g. 'model*'")
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     parser.add_argument("--verify", action="store_true", help="compare checksums of all files, not only sizes")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
@@ -66,7 +69,7 @@ def _diff(options: argparse.Namespace) -> int:
     return 0 if difference.is_empty else FAILED_EXIT_CODE
 
 
-# ---------------------------------------------------------------------------------------------------- as tables
+# ---------------------------------------------------------------------------------------- as tables
 
 
 def _lines(contents: Contents, options: argparse.Namespace) -> Iterable[str]:
@@ -144,7 +147,7 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> Iterable[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterable[str]:
-    """Yield the lines of a table whose columns are as wide as they need to be.
+    """Yield the lines of a table with columns of their content's width.
 
     The first `left` columns are aligned to the left, and the others to the right.
     """

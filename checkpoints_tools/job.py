@@ -1,5 +1,5 @@
-"""The processes of a conversion: alone, or started by torchrun, srun or mpirun. Always on the CPU: a conversion moves
-bytes, and the GPUs of its machine may belong to somebody else.
+"""The processes of a conversion: a single one, or those of torchrun, srun or mpirun. Always on the
+CPU: a conversion moves bytes, and the machine's GPUs may belong to somebody else.
 
 Call `leave_gpus_alone` before anything imports Megatron, so before megatron_dapo.models.
 """
@@ -34,7 +34,8 @@ _PEER_IS_GONE = re.compile(r"Connection (?:closed|reset) by peer(?: \[[^]]+\])?"
 
 
 def run(work: "Callable[[ConversionRanks], int | None]") -> int:
-    """Run a command in several processes and return its exit code: they fail together, and the first one says why."""
+    """Run a command in several processes and return its exit code: they fail together, and the
+    first one reports why."""
 
     def joined() -> int | None:
         try:
@@ -82,8 +83,9 @@ class ConversionRanks:
         import torch
         import torch.distributed as dist
 
-        # before there is a group: its functions keep the one of that moment as their default, whose threads would then
-        # outlive `leave`, and some fail when the interpreter ends (exit code 134)
+        # before the group exists: its functions keep the current group as their default. Its
+        # threads would otherwise
+        # outlive `leave`, and some fail at the end of the interpreter (exit code 134)
         import torch.distributed.nn.functional
 
         from megatron_dapo.platform import stores
@@ -100,29 +102,31 @@ class ConversionRanks:
         self.is_main = self.rank == 0
 
     def on_all_ranks(self, work: Callable[[], Result]) -> Result:
-        """Return every process's own result of the work; where it failed in one of them, raise UserError in all.
-        Collective."""
+        """Return every process's own result of the work; if it failed in one of them, raise
+        UserError in all. Collective."""
         return self.agreement.each("the conversion", _attempt, work)
 
     def on_main_rank(self, work: Callable[[], Result]) -> Result | None:
-        """Do the work in the first process, and return its result there; where it failed, raise UserError in all.
-        Collective."""
+        """Do the work in the first process, and return its result there; if it failed, raise
+        UserError in all. Collective."""
         return self.agreement.each("the conversion", lambda: _attempt(work) if self.is_main else None)
 
     def gather(self, value: Any) -> list:
-        """Return what every process brings, on all of them. Collective."""
+        """Return every process's value, on all of them. Collective."""
         return self.agreement.gather(value)
 
     @contextmanager
     def layout(self, spec: ModelSpec, tp: int | None, pp: int | None) -> "Iterator[ParallelLayout]":
-        """Make the model-parallel groups that cut the model, yield them, and release them after the block.
+        """Make the model-parallel groups that cut the model, yield them, and release them after the
+        block.
 
         The call is collective. Raise UserError for sizes that do not fit.
         """
         from megatron_dapo.platform.parallel import ParallelLayout
 
         tp, pp = choose_sizes(spec, self.world_size, tp, pp)
-        # the processes that cut a layer share its experts out; Megatron computes these under sequence parallelism only
+        # the processes that cut a layer share its experts out; Megatron computes these under
+        # sequence parallelism only
         ep = math.gcd(tp, spec.moe.num_experts) if spec.moe else 1
         layout = ParallelLayout.initialize(tp=tp, pp=pp, ep=ep, sp=spec.moe is not None, timeout_s=TIMEOUT_S)
         try:
@@ -131,8 +135,8 @@ class ConversionRanks:
             layout.release()
 
     def fail(self, error: UserError) -> None:
-        """Have the first process say why, and the others wait for it: launchers end what is left when one has
-        failed."""
+        """Have the first process report the error, and the others wait for it: launchers end the
+        rest after the first failure."""
         import torch.distributed as dist
 
         if self.is_main:
@@ -157,7 +161,8 @@ def _attempt(work: Callable[[], Result]) -> Result:
 
 
 def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | None) -> tuple[int, int]:
-    """Return (tp, pp). Where neither is given: pipeline stages, which can work apart, if each has a layer."""
+    """Return (tp, pp). By default pipeline stages, which can work separately, if each has a
+    layer."""
     if tp is None and pp is None:
         tp = 1 if world_size <= spec.num_layers else world_size
     tp = tp or max(1, world_size // (pp or 1))
@@ -182,8 +187,8 @@ def choose_sizes(spec: ModelSpec, world_size: int, tp: int | None, pp: int | Non
 
 
 def torchrun_variables(environment: dict[str, str] | os._Environ) -> dict[str, str]:
-    """Return what torchrun would have set, from the variables of srun or mpirun; nothing where torchrun did, or for a
-    process that was started alone."""
+    """Return torchrun's variables, from those of srun or mpirun; {} under torchrun, or for a single
+    process."""
     for size_name, rank_name, local_rank_name, job_name in _LAUNCHERS:
         if "RANK" in environment or int(environment.get(size_name, "1")) < 2:
             continue
@@ -198,7 +203,7 @@ def torchrun_variables(environment: dict[str, str] | os._Environ) -> dict[str, s
     return {}
 
 
-# number of processes, this one's number, its number on the node, what names the job
+# number of processes, this one's number, its number on the node, the job's id
 _LAUNCHERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_NAMESPACE"),
@@ -207,7 +212,8 @@ _LAUNCHERS = (
 
 
 def _first_host(environment: dict[str, str] | os._Environ) -> str:
-    """Return the first node of the Slurm step; this machine where mpirun started all processes here."""
+    """Return the first node of the Slurm step; this machine if mpirun started all processes
+    here."""
     if nodes := environment.get("SLURM_STEP_NODELIST"):
         match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
         if match is None:

@@ -40,7 +40,8 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there is no output."""
+    """Run the command. Exit code 0, or 2 for mistakes of the user and disks that fail; then there
+    is no output."""
     arguments = parser().parse_args(argv)
     return run(lambda job: convert(job, arguments))
 
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.megatron_to_hf",
         description="Convert a Megatron checkpoint, of any layout, to a Hugging Face checkpoint (safetensors).",
-        epilog="Alone, or under torchrun, srun or mpirun: then each process holds only its part of the model.",
+        epilog="One process, or several of torchrun, srun or mpirun, each with only its part of the model.",
     )
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="of training (RUN/checkpoints/step_N) or of hf_to_megatron"
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
         const="",
         metavar="DIR",
         help="convert the critic of a PPO run, to a token classifier of one label, for reward.model.path or "
-        "critic.model.path; DIR: what critic.model.path of the run named, if anything",
+        "critic.model.path; DIR: the run's critic.model.path, if it had one",
     )
     parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
     parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
@@ -117,7 +118,8 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
 
 
 def file_plan(folder: Path | None, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":
-    """Return the files of the model that was converted; standard ones where none was, or a size is given."""
+    """Return the files of the converted model; standard ones for any other model, or with a
+    size."""
     from megatron_dapo.models.file_plan import FilePlan
 
     conversion = read_conversion(folder) if folder is not None else None
@@ -127,8 +129,8 @@ def file_plan(folder: Path | None, spec: ModelSpec, dtype, max_file_size: int | 
 
 
 def load_model(job: ConversionRanks, folder: Path, spec: ModelSpec, dtype, layout):
-    """Load and return this process's part of a model, in the type `dtype`, from its folder in a checkpoint. The call is
-    collective."""
+    """Load and return this process's part of a model, in the type `dtype`, from its folder in a
+    checkpoint. The call is collective."""
     from megatron_dapo.checkpointing.torch_dist.loading import load
     from megatron_dapo.models.build import build_model
 

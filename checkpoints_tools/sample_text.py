@@ -1,4 +1,5 @@
-"""Text for comparing log-probs: prose, arithmetic, code and a few other languages, so that many tokens occur."""
+"""Text for comparing log-probs: prose, arithmetic, code and a few other languages, so that many
+tokens occur."""
 
 SAMPLE_TEXT = '''\
 The tide tables in the harbour office were still drawn by hand. Every spring the old pilot took a sheet of squared

@@ -1,6 +1,8 @@
-"""Measures how often a model solves each prompt of a file, and writes the file with a column of these pass rates.
+"""Measures how often a model solves each prompt of a file, and writes the file with a column of
+these pass rates.
 
-python -m checkpoints_tools.score_dataset --model MODEL --data train.parquet --output scored.parquet --num-answers 8
+python -m checkpoints_tools.score_dataset --model MODEL --data train.parquet --output scored.parquet
+--num-answers 8
 """
 
 import argparse
@@ -30,7 +32,7 @@ from megatron_dapo.storage.model_folder import ModelFolder
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 Rates = Mapping[str, float]
-"""Key of a prompt -> share of its answers that are right."""
+"""Key of a prompt -> share of right answers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(data: Path, output: Path, column: str) -> None:
-    """Raise UserError for what must not be found out after hours: eval itself says where the file is none."""
+    """Raise UserError for mistakes that would otherwise show after hours; eval itself checks the
+    data file."""
     if output.suffix != data.suffix:
         raise UserError(f"--output {output} is of another kind than --data {data}; name a {data.suffix} file.")
     if output.exists():
@@ -94,8 +97,8 @@ def pass_rates(config: Config, data: str, answers: Path) -> Rates:
 
 
 def write_scored(data: Path, output: Path, config: Config, rates: Rates, column: str) -> tuple[int, int]:
-    """Write the rows with their rates, null where a prompt was not answered (it is too long); return the number of rows
-    and of those with a rate."""
+    """Write the rows with their rates, null for an unanswered prompt (too long); return the number
+    of rows and of those with a rate."""
     keys = config.data
     columns = Columns(keys.prompt_key, keys.answer_key, keys.prompt_template, keys.data_source)
     of_rows = [rates.get(key) for key in _keys(data, columns)]

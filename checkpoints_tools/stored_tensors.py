@@ -1,4 +1,5 @@
-"""What a `torch_dist` folder holds, read on one process without Megatron: the index at once, tensors one by one."""
+"""The content of a `torch_dist` folder, read in one process without Megatron: the index at once,
+tensors one by one."""
 
 import io
 import json
@@ -25,7 +26,7 @@ from megatron_dapo.common.errors import UserError
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and where it lies: `length` bytes of `file` from `start` on."""
+    """A box of a tensor, stored as `length` bytes of `file` from `start` on."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -53,7 +54,8 @@ class CheckpointTensor:
 
 
 class TensorFolder:
-    """tensors: by name, sorted. objects: names of what is stored beside them. Raises UserError where there is none."""
+    """A folder of tensors. tensors: by name, sorted. objects: names of other stored objects. Raises
+    UserError if there is none."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,14 +66,15 @@ class TensorFolder:
         self.objects = [name for name, _ in entries if name not in self.tensors]
 
     def common(self) -> dict[str, Any]:
-        """Return numbers and words that were saved beside the tensors: layout, dtype, counts. {} where there are
-        none. Raises UserError where the file holds anything else."""
+        """Return the numbers and words saved beside the tensors: layout, dtype, counts; {} without
+        any. Raises UserError for any other content."""
         if not (self._folder / COMMON_FILE).exists():  # the manifest's verdict says so
             return {}
         return json.loads(json.dumps(read_common(self._folder), default=str))
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor. Raises UserError naming it where its file is missing, cut or damaged."""
+        """Return the whole tensor. Raises UserError naming it if its file is missing, cut or
+        damaged."""
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
         for piece, values in self._pieces(stored):
@@ -97,6 +100,6 @@ def _stored(folder: Path, name: str, entry: TensorStorageMetadata, index: Metada
     for chunk in entry.chunks:
         where = index.storage_data.get(MetadataIndex(name, chunk.offsets))
         if where is None:
-            raise UserError(f"{folder / INDEX} is damaged: it does not say where {name} lies; use another checkpoint.")
+            raise UserError(f"{folder / INDEX} is damaged: it lacks the position of {name}; use another checkpoint.")
         boxes.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), where.relative_path, where.offset, where.length))
     return CheckpointTensor(name, tuple(entry.size), entry.properties.dtype, tuple(boxes))

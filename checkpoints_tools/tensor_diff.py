@@ -1,4 +1,5 @@
-"""In which tensors two checkpoints differ, and by how much; two tensors are in memory at a time."""
+"""Lists the tensors in which two checkpoints differ, and by how much; two tensors are in memory at
+a time."""
 
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -15,23 +16,27 @@ CHUNK = 1 << 22  # values compared at once, in float64
 
 @dataclass(frozen=True)
 class Change:
-    """num_different: values that are not equal bit for bit. largest: max |A - B|. relative: |A - B| / |A|, Euclidean;
-    inf where A is zero. Both NaN where a value is not finite."""
+    """A tensor that differs."""
 
     name: str
     num_values: int
     num_different: int
+    """Values that are not equal bit for bit."""
     largest: float
+    """max |A - B|; NaN if a value is not finite."""
     relative: float
+    """A - B| / |A|, Euclidean; inf if A is zero, NaN if a value is not finite.
+    """
 
 
 @dataclass(frozen=True)
 class Diff:
-    """unlike: name -> (in A, in B) as words, where shape or dtype differ."""
+    """The differences of two checkpoints."""
 
     num_equal: int
     changed: list[Change]
     unlike: dict[str, tuple[str, str]]
+    """Name -> (in A, in B) as words, for another shape or dtype."""
     only_a: list[str]
     only_b: list[str]
 
@@ -44,7 +49,7 @@ class Diff:
 
 
 def diff(a: Contents, b: Contents, pattern: str = "*") -> Diff:
-    """Compare the tensors whose names match the pattern. How ranks had cut them makes no difference."""
+    """Compare the tensors with matching names, independently of their cut over ranks."""
     names_a, names_b = ({name for name in side.tensors if fnmatch(name, pattern)} for side in (a, b))
     unlike: dict[str, tuple[str, str]] = {}
     changed: list[Change] = []
@@ -62,7 +67,7 @@ def diff(a: Contents, b: Contents, pattern: str = "*") -> Diff:
 
 
 def compare(name: str, a: torch.Tensor, b: torch.Tensor) -> Change | None:
-    """Return None where they are equal bit for bit: NaN equals the same NaN, and 0 is not -0."""
+    """Return None if they are equal bit for bit: NaN equals the same NaN, and 0 is not -0."""
     a = a.reshape(-1)
     b = b.reshape(-1)
     num_different = 0

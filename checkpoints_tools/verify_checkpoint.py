@@ -1,9 +1,9 @@
-"""Verifies a Megatron checkpoint against the Hugging Face checkpoint that it came from, or that came from it.
+"""Verifies a Megatron checkpoint against the Hugging Face checkpoint of the same model.
 
     python -m checkpoints_tools.verify_checkpoint --checkpoint DIR --hf-model DIR
 
-Checksums of all files, every tensor to the bit, log-probs of real text beside those of transformers; with --round-trip
-the files of a conversion back, byte for byte.
+Checksums of all files, every tensor to the bit, log-probs of real text beside those of
+transformers; with --round-trip the files of a conversion back, byte for byte.
 """
 
 import argparse
@@ -48,7 +48,8 @@ class Comparison:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Exit code 0 where both are the same model, 1 where they differ, 2 for mistakes of the user."""
+    """Run the command. Exit code 0 if both are the same model, 1 if they differ, 2 for mistakes of
+    the user."""
     arguments = parser().parse_args(argv)
     return run(lambda job: verify(job, arguments))
 
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints_tools.verify_checkpoint",
         description="Verify a Megatron checkpoint against a Hugging Face checkpoint: tensors, log-probs, files.",
-        epilog="Alone, or under torchrun, srun or mpirun: then at the layout of --tp, --pp. Exit code 1: they differ.",
+        epilog="One process, or several of torchrun, srun or mpirun: --tp, --pp. Exit code 1: they differ.",
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the Megatron checkpoint")
     parser.add_argument("--hf-model", required=True, metavar="DIR", help="the Hugging Face checkpoint")
@@ -75,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def verify(job: ConversionRanks, arguments: argparse.Namespace) -> int:
-    """Print a report, line by line, and return the exit code. Collective; raises UserError on every process."""
+    """Print a report, line by line, and return the exit code. Collective; raises UserError on every
+    process."""
     good = True
     for finding in _findings(job, arguments):
         good = good and finding.good
@@ -125,7 +127,8 @@ def _compare_tensors(
     source: "SafetensorsFolder",
     dtype: "torch.dtype",
 ) -> Comparison:
-    """Compare every tensor of the model, gathered, in the type that it is stored in, beside that of the file."""
+    """Compare every tensor of the model, gathered, in the type that it is stored in, beside that of
+    the file."""
     import torch.distributed as dist
 
     from megatron_dapo.models.weight_source import WeightSource
@@ -144,9 +147,9 @@ def _compare_tensors(
                     different.append(spec.name)
                     largest = max(largest, (ours.float() - stored.float()).abs().max().item())
             done(number, len(specs))
-    own = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
+    result = (len(specs), different, largest) if layout.is_source else (0, [], 0.0)
     gathered: list = [None] * job.world_size
-    dist.all_gather_object(gathered, own)
+    dist.all_gather_object(gathered, result)
     num = sum(part[0] for part in gathered)
     names = [name for part in gathered for name in part[1]]
     if not names:
@@ -197,8 +200,8 @@ def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list
 
 
 def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Tensor]":
-    """Return [L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32 logits, float64
-    sums."""
+    """Return [L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32
+    logits, float64 sums."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -253,8 +256,8 @@ def _compare_log_probs(
 
 
 def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[list[int]]) -> "list[torch.Tensor] | None":
-    """Return [L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank, none elsewhere.
-    Collective."""
+    """Return [L - 1] per sequence, by Megatron: on the last stage's first tensor-parallel rank,
+    none elsewhere. Collective."""
     import numpy as np
 
     from megatron_dapo.data.batching import TrainSample
@@ -285,12 +288,13 @@ def _round_trip(
     spec: ModelSpec,
     source: "SafetensorsFolder",
 ) -> Comparison:
-    """Write the checkpoint as Hugging Face files again, and compare them with those of the source."""
+    """Write the checkpoint as Hugging Face files again, and compare them with those of the
+    source."""
     import torch.distributed as dist
 
     from megatron_dapo.models.hf_io import export_hf
 
-    dtype, beside = stored_dtype(folder), folder.resolve()  # where all nodes see it
+    dtype, beside = stored_dtype(folder), folder.resolve()  # visible to all nodes
     output = StagedFolder(beside.with_name(f"{beside.name}.round-trip"))
 
     def open_output() -> None:
@@ -315,7 +319,8 @@ def _round_trip(
 
 
 def compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:
-    """Return (names of the weight files that differ or are missing in one of them, number of files in both)."""
+    """Return (names of the weight files that differ or are missing in one of them, number of files
+    in both)."""
     names = sorted({file.name for folder in (out, source.path) for file in folder.glob("*.safetensors*")})
     different = [name for name in names if not _equal_files(out / name, source.path / name)]
     return different, len(names)

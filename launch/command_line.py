@@ -1,4 +1,4 @@
-"""What the commands of this folder share: their arguments, the check of the config, and where their log goes."""
+"""Shared by the commands of this folder: arguments, the check of the config, and the log."""
 
 import argparse
 import logging
@@ -14,7 +14,7 @@ from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 
-# Ctrl-C, an end that is asked for, a closed terminal, what schedulers send before a time limit
+# Ctrl-C, a request to end, a closed terminal, the schedulers' signal before a time limit
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -58,10 +58,11 @@ def require_one_node(config: Config) -> None:
 
 @contextmanager
 def show_log(log_file: Path | None) -> Iterator[None]:
-    """Send what launch and the supervisor of the servers log to standard error, while the block runs.
+    """Send log messages of launch and of the servers' supervisor to standard error during the
+    block.
 
-    Send it to `log_file` too, where one is given; each line there has its time. Where none is given, standard error
-    is itself a file, and each line there has its time.
+    They also go to `log_file`, with the time. Without `log_file`, standard error is itself a file,
+    and has the time.
     """
     timed = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     to_terminal = logging.StreamHandler(sys.stderr)

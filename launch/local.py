@@ -1,4 +1,5 @@
-"""Runs a config on this machine: starts its SGLang servers and, meanwhile, the trainer; ends both, whatever happens.
+"""Runs a config on this machine: starts its SGLang servers and, meanwhile, the trainer; ends both,
+whatever happens.
 
 python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [key=value ...]
 """
@@ -42,8 +43,8 @@ POLL_INTERVAL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the user; 1 where the
-    servers failed; 128 + signal where stopped with nothing saved."""
+    """Return the exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the
+    user; 1 if the servers failed; 128 + signal if stopped with nothing saved."""
     os.environ.update(COMMON)  # before torch is imported here, whose threads would be bound
     options_parser = parser(
         "launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together."
@@ -72,12 +73,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_local(config: Config, command: Sequence[str] | None = None) -> int:
-    """Run a checked config and return the exit code, as `main` does. command: what each rank runs; none = the trainer.
+    """Run a checked config and return the exit code, like `main`. command: the program of each
+    rank; None: the trainer.
 
-    Servers are started unless some are given by URL or the run uses none, and the trainer at the same
-    time: its controller waits for them. When this returns, nothing that it started is left.
+    Servers are started unless some are given by URL or the run uses none, and the trainer at the
+    same time: its controller waits for them. Nothing is left running afterwards.
     """
-    from launch.trainer_ranks import TrainerRanks, trainer_command  # these import torch: after the config was checked
+    # these import torch: after the config was checked
+    from launch.trainer_ranks import TrainerRanks, trainer_command
     from megatron_dapo.servers.run_servers import RunServers
     from megatron_dapo.servers.supervisor import ServerFailure
 
@@ -118,15 +121,15 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
 def _record(folder: EndFolder, end: End) -> None:
     try:
         folder.write(LAUNCHER, end)
-    except OSError as error:  # a full disk: the run's end is none the less what it is
+    except OSError as error:  # a full disk: the run's end stays what it is
         log.error("How the run ended cannot be written to %s: %s", folder.path, error)
 
 
 def _wait_for_folder(run: RunFolder) -> None:
     """Wait until no other run uses the run folder, before servers are started and logs are written.
 
-    Otherwise servers would be started in vain, and the logs of a run that goes on would be written to. Raise UserError
-    where the other run does go on, or the folder cannot be written.
+    Otherwise servers would be started in vain, and an active run's logs would be overwritten. Raise
+    UserError if the other run continues, or the folder is not writable.
     """
     lock = RunLock(run.lock)
     lock.acquire()
@@ -134,8 +137,8 @@ def _wait_for_folder(run: RunFolder) -> None:
 
 
 def _watch(servers, ranks, stop: StopSignals) -> int:
-    """Wait until the trainer ends. A stop signal has it save first; a second one does not wait. Raises
-    ServerFailure."""
+    """Wait until the trainer ends. A stop signal has it save first; a second one does not wait.
+    Raises ServerFailure."""
     was_asked = False
     while stop.num_received < 2:
         if stop.received is not None and not was_asked:
@@ -146,7 +149,8 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
                 _words(stop.received),
             )
             ranks.ask_to_stop(_words(stop.received))
-        if servers and not _check(servers):  # before the trainer, which may have died of it
+        if servers and not _check(servers):
+            # before the trainer, whose failure may follow from theirs
             servers = None
         code = ranks.check()
         if code is not None:
@@ -162,8 +166,8 @@ def _words(received: signal.Signals) -> str:
 
 
 def _check(servers) -> bool:
-    """Look at the servers; return False where the last server is lost for good: the trainer, which waits for one, then
-    saves and fails by itself. Raises ServerFailure where training cannot have begun."""
+    """Check the servers; return False if the last server is lost for good: the trainer, which waits
+    for one, then saves and fails by itself. Raises ServerFailure if training cannot have begun."""
     from megatron_dapo.servers.supervisor import ServerFailure
 
     try:
@@ -179,7 +183,7 @@ def _check(servers) -> bool:
 def _end(code: int, servers, ranks, stop: StopSignals) -> int:
     if code in (0, SAVED_EXIT_CODE):
         return code
-    # it had not begun to train: there was nothing to save
+    # training had not begun: nothing to save
     if stop.received and code == signal_exit_code(signal.SIGTERM):
         return stop.exit_code
     if servers:

@@ -1,16 +1,17 @@
-"""The trainer's ranks as the processes of an MPI job: mpirun, or srun with pmix or pmi2, starts them.
+"""The trainer's ranks as the processes of an MPI job: mpirun, or srun with pmix or pmi2, starts
+them.
 
 mpirun -n 4 --bind-to none python -m launch.mpi --config FILE [--replay DIR] [key=value ...]
 srun --mpi=pmix -n 4 python -m launch.mpi --config FILE [key=value ...]
 
-The arguments are those of `python -m megatron_dapo train`; servers are started elsewhere (`launch.sglang_server`) and
-given by their URLs. Programs that train by themselves call `bootstrap()` and find the variables that torchrun would
-have set; `run_and_wait` gives them the same end.
+The arguments are those of `python -m megatron_dapo train`; servers are started separately
+(`launch.sglang_server`) and given by their URLs. Programs with their own training call
+`bootstrap()`, which sets torchrun's variables; `run_and_wait` ends them in the same way.
 
-Exit code: the trainer's, which mpirun passes on as it is (85: asked to stop, and saved; 2: a mistake of the user; 137:
-a rank was killed by SIGKILL). SIGUSR1 to mpirun reaches every rank, which saves, at the latest when its step ends;
-SIGTERM does not: mpirun kills the ranks within a second of it. `--bind-to none`, because the controller and the reward
-processes of rank 0 would share the one core that mpirun binds it to.
+The exit code is the trainer's, which mpirun passes on: 85 for a saved stop, 2 for a mistake of the
+user, 137 for a rank killed by SIGKILL. SIGUSR1 to mpirun reaches every rank, which saves, at the
+latest at the end of its step. SIGTERM does not: mpirun kills the ranks within a second. `--bind-to
+none`, because mpirun would bind the controller and the reward processes of rank 0 to its one core.
 """
 
 import ipaddress
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 POLL_INTERVAL_S = 0.05
-# a launcher ends all ranks when the first one ends badly: so much longer the others may say what they saw, or save
+# a launcher ends all ranks after the first bad end; time for the others to report or save
 LAST_WORDS_S = 10.0
 LAST_RANK_GRACE_S = 300.0
 
@@ -46,7 +47,8 @@ class _Launcher(NamedTuple):
     cure: str
 
 
-# The first whose variable is there started this process: under mpirun in a Slurm job the others are there as well.
+# The first whose variable is set started this process: under mpirun in a Slurm job the others are
+# set as well.
 _LAUNCHERS = (
     _Launcher(
         "OMPI_COMM_WORLD_SIZE",
@@ -61,7 +63,7 @@ _LAUNCHERS = (
     _Launcher(
         "SLURM_STEP_NUM_TASKS",
         "SLURM_PROCID",
-        "use srun --mpi=pmix for Open MPI or --mpi=pmi2 for MPICH (srun --mpi=list shows what this Slurm has)",
+        "use srun --mpi=pmix for Open MPI or --mpi=pmi2 for MPICH (srun --mpi=list shows the choices of this Slurm)",
     ),
     _Launcher("SLURM_NTASKS", "SLURM_PROCID", "start it with srun --mpi=pmix, or with mpirun"),
 )
@@ -69,7 +71,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class RankVariables:
-    """This process in the job, as torchrun would have told it."""
+    """This process's place in the job, in torchrun's terms."""
 
     rank: int
     world_size: int
@@ -97,18 +99,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap()
     except UserError as error:
         return _refuse(error)
-    watch_parent()  # mpirun that is killed leaves its ranks behind
+    watch_parent()  # a killed mpirun leaves its ranks behind
     return run_and_wait(lambda: _train(arguments))
 
 
 def bootstrap() -> RankVariables:
-    """Join the MPI job and set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for
-    `torch.distributed`; on several nodes also GLOO_SOCKET_IFNAME, where it is not set: gloo takes the address that the
-    machine's own name resolves to, which often is loopback.
+    """Join the MPI job and set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT for `torch.distributed`. Collective over all processes.
 
-    Rank 0 chooses address and port, which it keeps from others until it ends. MASTER_ADDR in rank 0's environment is
-    kept. Collective over all processes. Raises UserError where there is no MPI library, and where the processes of one
-    launch do not find each other.
+    On several nodes it also sets a missing GLOO_SOCKET_IFNAME: gloo's default is the address of the
+    machine's own name, often loopback. Rank 0 chooses address and port, and reserves the port until
+    it ends. MASTER_ADDR in rank 0's environment is kept.
+
+    Raises:
+        UserError: without an MPI library, or if the processes of one launch do not find each other.
     """
     comm = _world()
     check_world(os.environ, comm.Get_size(), _library())
@@ -128,14 +132,14 @@ def bootstrap() -> RankVariables:
     )
     os.environ.update(place.variables())
     if meeting:
-        own = next(interface for interface in _interfaces() if interface.network == meeting[0].network)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.name)
+        chosen = next(interface for interface in _interfaces() if interface.network == meeting[0].network)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
     return place
 
 
 def check_world(environment: Mapping[str, str], size: int, library: str = "the MPI library") -> None:
-    """Raise UserError where MPI sees another number of processes than the launcher started: then each of them would be
-    a job of its own, and train alone."""
+    """Raise UserError if MPI sees another number of processes than the launcher started: each
+    process would then be a separate job, and train by itself."""
     for launcher in _LAUNCHERS:
         if (started := environment.get(launcher.size)) is None:
             continue
@@ -148,8 +152,8 @@ def check_world(environment: Mapping[str, str], size: int, library: str = "the M
 
 
 def shared_interfaces(nodes: Sequence[Sequence[Interface]]) -> list[Interface]:
-    """Return the interfaces of the first node in whose network every node has one address of its own. (A bridge of
-    containers has the same address everywhere, and leads nowhere.)"""
+    """Return the first node's interfaces to whose network every node has a separate address. (A
+    bridge of containers has the same address everywhere, and leads nowhere.)"""
     first, *others = nodes
     shared = []
     for candidate in first:
@@ -198,8 +202,8 @@ _held: list[socket.socket] = []
 
 
 def _reserved_port() -> int:
-    """Return a free port, bound by us until we end: only the store of torch.distributed, which shares addresses as
-    well, gets it."""
+    """Return a free port, bound by this process until its end: only the store of torch.distributed,
+    which also shares addresses, can use it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("", 0))
@@ -208,13 +212,14 @@ def _reserved_port() -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    """Run what `python -m megatron_dapo train` runs. It ends with SystemExit."""
+    """Run `python -m megatron_dapo train`. Ends with SystemExit."""
     sys.argv = ["megatron_dapo", "train", *arguments]
     runpy.run_module("megatron_dapo", run_name="__main__", alter_sys=True)
 
 
 def _refuse(error: UserError) -> int:
-    """Print the mistake in one of the processes; the others leave it the time. Return the exit code."""
+    """Print the mistake in one of the processes; the others leave it the time. Return the exit
+    code."""
     rank = next((os.environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in os.environ), "0")
     if rank == "0":
         print(error.report(), file=sys.stderr, flush=True)
@@ -224,9 +229,12 @@ def _refuse(error: UserError) -> int:
 
 
 def run_and_wait(work: Callable[[], int | None]) -> int:
-    """Run the work; return its exit code, or that of its exception, which is printed; for after `bootstrap()`. A rank
-    waits for the others before it ends, since the launcher kills those that still save or tell what they saw; if they
-    do not come, it ends them all with its code."""
+    """Run the work; return its exit code, or that of its exception, which is printed. Call it after
+    `bootstrap()`.
+
+    A rank waits for the others before it ends, since the launcher kills ranks that still save or
+    report. If they do not come, it ends them all with its code.
+    """
     try:
         code = work() or 0
     except SystemExit as end:

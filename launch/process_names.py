@@ -1,4 +1,5 @@
-"""The names of the launchers' processes in the records of their ends; of the ranks see `common.ends.rank_name`."""
+"""The names of the launchers' processes in the records of their ends; of the ranks see
+`common.ends.rank_name`."""
 
 LAUNCHER = "launcher"
 """`launch.local`."""
@@ -8,7 +9,7 @@ WAITING = "wait-servers"
 
 
 def task_name(role: str, node: str) -> str:
-    """Return the name of a role's task on a node of a Slurm job, which runs the role's program."""
+    """Return the name of a role's task on a node of a Slurm job."""
     return f"{role}-{node}"
 
 

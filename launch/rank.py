@@ -1,9 +1,9 @@
-"""One rank of the trainer under torchrun: what it says goes to a file of its own.
+"""One rank of the trainer under torchrun, with a separate log file.
 
 python -m launch.rank --log-dir DIR MODULE [argument ...]
 
-Standard error, and standard output of all but rank 0, which shows the steps, go to DIR/trainer-rank-N.log. Ends with
-its launcher, however that ends.
+Standard error, and standard output of all but rank 0, which shows the steps, go to
+DIR/trainer-rank-N.log. Ends with its launcher in any case.
 """
 
 import os

@@ -1,6 +1,8 @@
-"""Starts a config's SGLang servers on this machine, prints their URLs, and keeps them alive until it is told to stop.
+"""Starts a config's SGLang servers on this machine, prints their URLs, and keeps them alive until
+it is stopped.
 
-python -m launch.sglang_server --config FILE [--serve WHICH] [--first-port N] [--log-dir DIR] [--node NAME] [key=value]
+python -m launch.sglang_server --config FILE [--serve WHICH] [--first-port N] [--log-dir DIR]
+[--node NAME] [key=value]
 """
 
 import logging
@@ -32,8 +34,8 @@ _KEYS_OF_KEY = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 after SIGTERM, Ctrl-C or SIGHUP; 1 where the servers failed; 2 for mistakes of the
-    user."""
+    """Return the exit code: 0 after SIGTERM, Ctrl-C or SIGHUP; 1 if the servers failed; 2 for
+    mistakes of the user."""
     options_parser = parser(
         "launch.sglang_server", "Start this node's SGLang servers and keep them alive until SIGTERM or Ctrl-C."
     )
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--log-dir", type=Path, metavar="DIR", help="folder of the logs; else logs/ of the run folder"
     )
     options_parser.add_argument(
-        "--node", metavar="NAME", help="the log files are server-NAME-N.log; our own words go to the terminal alone"
+        "--node", metavar="NAME", help="the log files are server-NAME-N.log; our own messages go only to the terminal"
     )
     arguments, overrides = parse(options_parser, argv)
     ends.begin(supervisor_name(arguments.node), ends.own_folder())
@@ -69,11 +71,13 @@ def serve(
     node: str | None = None,
     which: str = "rollout",
 ) -> int:
-    """Start and supervise the servers until a stop signal; prints one URL per line when all of them are healthy.
+    """Start and supervise the servers until a stop signal; prints one URL per line when all of them
+    are healthy.
 
-    node: where several nodes share log_dir. which: a key of SERVE.
+    node: for several nodes with the same log_dir. which: a key of SERVE.
     """
-    from megatron_dapo.servers.run_servers import RunServers  # these import torch: after the config was checked
+    # these import torch: after the config was checked
+    from megatron_dapo.servers.run_servers import RunServers
     from megatron_dapo.servers.supervisor import ServerFailure
 
     if "reward_model" in SERVE[which] and not config.reward.model.path:

@@ -1,9 +1,10 @@
-"""torchrun for the trainer: signals reach the ranks, and the exit code is theirs (85: asked to stop, and saved).
+"""torchrun for the trainer: signals reach the ranks, and the exit code is theirs (85: asked to
+stop, and saved).
 
 python -m launch.torchrun [torchrun's options] -m megatron_dapo train --config FILE [key=value ...]
 
-torchrun itself makes 1 of every exit code and reports it with a traceback; SIGUSR1 ends it and leaves the ranks behind,
-and after SIGTERM it kills them before a long step is over.
+torchrun itself turns every exit code into 1, with a traceback. SIGUSR1 ends it and leaves the ranks
+behind; after SIGTERM it kills them before a long step is over.
 """
 
 import os
@@ -32,15 +33,16 @@ from megatron_dapo.common.signals import SignalReceiver, is_ignored
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# a rank saves when it has stopped sampling, or at the end of its step, which may take long
+# a rank saves after it has stopped sampling, or at the end of its step, which may take long
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code of the first rank of this node that did not end with 0; 128 + signal where a signal ended
-    it."""
-    os.environ.update(COMMON)  # for the ranks; before torch is imported, whose threads would be bound
+    """Return the exit code of the first rank of this node that did not end with 0; 128 + signal
+    after a signal."""
+    # for the ranks; before torch is imported, whose threads would be bound
+    os.environ.update(COMMON)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -52,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(arguments)
     except ChildFailedError as failure:
         _, first = failure.get_first_failure()
-        if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):  # those two the ranks have explained
+        if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):
+            # the ranks have explained these two
             print(failure, *map(failure_line, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
         for failed in failure.failures.items():
             _record_end(failed)
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _left_to_torchrun() -> Iterator[str]:
-    """Yield the names of the signals that torchrun handles: not SIGHUP where `nohup` has it ignored."""
+    """Yield the names of the signals that torchrun handles: not SIGHUP if `nohup` ignores it."""
     for number in _LEFT_TO_TORCHRUN:
         if not (number == signal.SIGHUP and is_ignored(number)):
             yield number.name
@@ -92,7 +95,7 @@ def _forward(number: signal.Signals) -> None:
     ranks = psutil.Process().children()
     for rank in ranks:
         rank.send_signal(number)
-    if not ranks:  # not started yet: there is nothing to save
+    if not ranks:  # not started yet: nothing to save
         sys.exit(signal_exit_code(number))
 
 

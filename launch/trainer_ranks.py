@@ -1,4 +1,5 @@
-"""The trainer's ranks on one machine: started with the variables that torchrun sets, watched, ended."""
+"""The trainer's ranks on one machine: started with the variables that torchrun sets, watched,
+ended."""
 
 import logging
 import os
@@ -25,11 +26,11 @@ _GOOD_ENDS = (None, 0, SAVED_EXIT_CODE)
 
 
 class TrainerRanks:
-    """`trainer.n_procs_per_node` processes of one command. Rank 0 writes to our standard output; its errors, and all
-    that the others write, go to logs/trainer-rank-N.log of the run folder."""
+    """`trainer.n_procs_per_node` processes of one command. Rank 0 writes to our standard output;
+    its errors, and all that the others write, go to logs/trainer-rank-N.log of the run folder."""
 
     def __init__(self, config: Config, run: RunFolder, command: Sequence[str], ends: EndFolder) -> None:
-        """Prepare the ranks. command: what each of them runs; ends: where each writes how it ended."""
+        """Prepare the ranks. command: of each rank; ends: the folder of their end records."""
         self._world = config.trainer.n_procs_per_node
         self._run = run
         self._command = command
@@ -50,8 +51,8 @@ class TrainerRanks:
         log.info("trainer: %d %s (pid %s)", self._world, ranks, ", ".join(str(rank.pid) for rank in self._ranks))
 
     def check(self) -> int | None:
-        """Return the exit code of the first rank that failed; 0 when all are done, 85 when they stopped and are saved;
-        none while they run."""
+        """Return the exit code of the first rank that failed; 0 when all are done, 85 when they
+        stopped and are saved; none while they run."""
         codes = [rank.poll() for rank in self._ranks]
         failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:
@@ -72,12 +73,12 @@ class TrainerRanks:
                     self._ends.write(rank.name, end_of_code(code))
 
     def failure(self) -> str:
-        """Return what failed: per failed rank how it ended, its log file and the last lines."""
+        """Return the failed ranks, each with its end, log file and last lines."""
         return "\n".join(rank.describe_end() for rank in self._ranks if rank.poll() not in _GOOD_ENDS)
 
     def ask_to_stop(self, reason: str | None = None) -> None:
-        """Send SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if training has
-        begun. reason: what the user did, in their last words in place of SIGTERM."""
+        """Send SIGTERM to all ranks, once: they save at the end of their step and exit with 85, if
+        training has begun. reason: the user's action, for their messages in place of SIGTERM."""
         self._was_asked = True
         if reason:
             with suppress(OSError):  # a full disk: the ranks say SIGTERM
@@ -86,8 +87,8 @@ class TrainerRanks:
             rank.terminate()
 
     def stop(self) -> None:
-        """Send SIGTERM to all ranks, SIGKILL after a grace time to what is left of them and their children. Ranks that
-        were asked to stop before have had their time."""
+        """Send SIGTERM to all ranks, and SIGKILL after a grace time to the remaining ones and their
+        children. Ranks that were asked to stop before get no grace time."""
         grace_s = 0.0 if self._was_asked else STOP_GRACE_S
         self.ask_to_stop()
         deadline = time.monotonic() + grace_s
@@ -96,7 +97,7 @@ class TrainerRanks:
         self._master_port.release()
 
     def _overdue(self) -> int | None:
-        """Return 1 where ranks are overdue: one is done, and the others had a while to end as well."""
+        """Return 1 if ranks are overdue: another one is done, and they had time to end as well."""
         self._deadline = self._deadline or time.monotonic() + LAST_RANK_GRACE_S
         if time.monotonic() < self._deadline:
             return None

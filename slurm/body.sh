@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the scripts of this folder run as a Slurm job: plan -> preflight -> servers -> trainer -> ordered end. The last
+# The Slurm job of this folder's scripts: plan -> preflight -> servers -> trainer -> ordered end. The last
 # line of the job's log says how it ended; docs/cluster.md explains the exit codes and the folder of logs.
 #
 #   slurm/body.sh [key=value ...]       any key of the config, as docs/config.md lists them
@@ -7,19 +7,19 @@
 # Settings are variables of the environment (`CONTAINER=pyxis IMAGE=... sbatch slurm/dapo_32b.sh`):
 #   CONFIG          the recipe; the scripts set it
 #   CONTAINER       none (default) | pyxis | apptainer
-#   IMAGE, MOUNTS   its image, and what it sees of the file systems as from:to,from:to (default: this folder)
+#   IMAGE, MOUNTS   its image, and its mounted folders as from:to,from:to (default: this folder)
 #   PYTHON          interpreter (default: .venv/bin/python, made here once if it is missing; in a container python3)
 #   REQUEUE         auto (default): save and requeue before the time limit | off: save and end with 85,
 #                   for chains: for i in 1 2 3; do REQUEUE=off sbatch --dependency=singleton slurm/dapo_32b.sh; done
 #   MAX_RESTARTS    requeues of one job (default: 1.25 times the jobs that the plan foresees, and 2; at least 20)
-#   MIN_BANDWIDTH   GB/s that the preflight's all-reduce must reach (default: what launch.preflight asks for)
-#   NOTICE_S        seconds of #SBATCH --signal, of which the plan says whether they are enough; the scripts set it
-#   TIME_LIMIT      of #SBATCH --time, for a dry run, which tells how many jobs the run takes; the scripts set it
+#   MIN_BANDWIDTH   floor of the preflight's all-reduce in GB/s (default: launch.preflight's own)
+#   NOTICE_S        seconds of #SBATCH --signal, checked by the plan; the scripts set it
+#   TIME_LIMIT      of #SBATCH --time, for a dry run, which prints the number of jobs; the scripts set it
 #   PREPARE         a Python module and its arguments, run before all else; demo.sh sets it
 #   DRY_RUN=1       print nodes, processes, memory and time, and stop; works outside of Slurm too
 #
-# bash owns srun, scancel and scontrol, since a host of containers may lack a Python; all that can be computed is asked
-# of `python -m launch.slurm`, which runs in the container if there is one.
+# bash runs srun, scancel and scontrol, since a host of containers may lack a Python; all computation is in
+# `python -m launch.slurm`, which runs in the container if there is one.
 # shellcheck disable=SC2317  # functions that only traps call
 set -euo pipefail
 
@@ -60,7 +60,7 @@ ASK=("${HERE[@]}" launch.slurm)
 PLAN=("${ASK[@]}" plan --config "$CONFIG" ${MIN_BANDWIDTH:+--min-bandwidth "$MIN_BANDWIDTH"} ${NOTICE_S:+--notice "$NOTICE_S"}
     ${TIME_LIMIT:+--time-limit "$TIME_LIMIT"} ${MAX_RESTARTS:+--max-restarts "$MAX_RESTARTS"})
 
-prepare() { # what this node does for all
+prepare() { # on this node, for all
     local words
     if [ -n "$OWN_VENV" ] && [ -x "$PYTHON" ]; then # never changed here: other jobs may be using it
         "$PYTHON" requirements/install.py check ||
@@ -77,7 +77,7 @@ if [ "$DRY_RUN" = 1 ]; then
     prepare
     exec "${PLAN[@]}" "$@"
 fi
-unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE # the job's; steps share what it has (--mem=0)
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE # the job's; steps share its memory (--mem=0)
 
 # ------------------------------------------------------------------------------------------------ steps
 
@@ -88,7 +88,7 @@ nap() { # a trapped signal is not kept waiting
 
 alive() { kill -0 "$1" 2>/dev/null; }
 
-code_of() { # PID of what has ended: CODE is its exit code
+code_of() { # PID of an ended process: CODE is its exit code
     CODE=0
     wait "$1" || CODE=$?
 }
@@ -105,10 +105,10 @@ start() { # ROLE FLAGS...
 
 step_id() { squeue --steps --noheader --job="$SLURM_JOB_ID" --format="%i %j" | awk -v role="$1" '$2 == role { print $1 }'; }
 
-end_step() { # ROLE: have its tasks end their programs (SIGTERM to srun would kill them), wait, then end what is left
+end_step() { # ROLE: have its tasks end their programs (SIGTERM to srun would kill them), wait, end the rest
     local pid=${STEPS[$1]:-} id i
     [ -n "$pid" ] && alive "$pid" || return 0
-    id=$(step_id "$1") || id='' # Slurm does not answer, or has not made the step yet: srun is all there is to end
+    id=$(step_id "$1") || id='' # Slurm does not answer, or has not made the step yet: end srun
     stamp "$1 is ended"
     if [ -n "$id" ]; then
         scancel --signal=INT "$id" 2>/dev/null || true # it says "Invalid job id", and does it
@@ -125,7 +125,7 @@ end_step() { # ROLE: have its tasks end their programs (SIGTERM to srun would ki
 
 PHASE=plan CODE='' ASKED_BY='' CANCELLED='' SERVERS_ENDED='' LOGS='' told=''
 
-fact() { # NAME: a field of the job, as scontrol tells it; nothing where Slurm does not answer for ten seconds
+fact() { # NAME: a field of the job from scontrol; empty if Slurm does not answer for ten seconds
     local told='' i
     for ((i = 0; i < 5; i++)); do
         told=$(scontrol show job "$SLURM_JOB_ID" --oneliner 2>/dev/null | grep -o "\b$1=[^ ]*" | cut -d= -f2) || told=''
@@ -135,13 +135,13 @@ fact() { # NAME: a field of the job, as scontrol tells it; nothing where Slurm d
     echo "$told"
 }
 
-is_over() { # it was cancelled, say; where Slurm does not answer: no reason to give up what runs
+is_over() { # for example cancelled; if Slurm does not answer, the job goes on
     case $(fact JobState) in
         '' | RUNNING | SIGNALING | STOPPED | SUSPENDED | RESIZING) return 1 ;;
     esac
 }
 
-on_signal() { # before the time limit the job still runs; after scancel it does not
+on_signal() { # the job still runs before the time limit, but not after scancel
     if is_over; then
         CANCELLED=1
     elif [ -z "$ASKED_BY" ]; then
@@ -151,12 +151,12 @@ on_signal() { # before the time limit the job still runs; after scancel it does 
     fi
 }
 
-finish() { # whatever ends this script: no step is left, and the last line says how it ended
+finish() { # at any end of this script: no step is left, and the last line says how it ended
     local code=$1 flags=() said lost
     trap - EXIT
     trap '' TERM USR1
     if [ -n "$CANCELLED" ]; then
-        [ -z "$LOGS" ] || touch "$LOGS/cancelled" || true # for the tasks, which Slurm told to end without saying why
+        [ -z "$LOGS" ] || touch "$LOGS/cancelled" || true # for the tasks: Slurm asked them to end without a reason
         lost=$(sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N | sort -u | paste -sd' ') || lost=''
         if [ -n "$lost" ]; then
             echo "FAILED (143): Slurm took the job from its nodes during $PHASE: $lost is down"
@@ -197,11 +197,11 @@ requeue() {
         trap 'exit 85' TERM
         nap 300 # Slurm ends this script
     fi
-    echo "SAVED: Slurm does not requeue this job; the same command goes on from there"
+    echo "SAVED: Slurm does not requeue this job; the same command resumes it"
     exit 85
 }
 
-obey_signals() { # the signals to this script, and those to the trainer's tasks: at a preemption Slurm tells the steps alone
+obey_signals() { # to this script and to the trainer's tasks: at a preemption Slurm signals only the steps
     local asked
     for asked in "$LOGS"/asked-*; do
         if [ -z "$ASKED_BY" ] && [ -e "$asked" ]; then on_signal "$(cat "$asked")"; fi

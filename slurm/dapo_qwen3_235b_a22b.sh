@@ -10,8 +10,8 @@
 # Where Slurm knows no GPUs (no GRES): sbatch --gpus-per-node=0.
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
-# Two hours before the end the run is asked to save: sampling ends then, the update of what is sampled does not. NOTICE_S
-# below says the same, for the plan, which tells whether it is enough; TIME_LIMIT that of --time, for a dry run.
+# Two hours before the end the run is asked to save: sampling ends at once, but the update does not.
+# NOTICE_S repeats this time for the plan, which checks it; TIME_LIMIT repeats --time, for a dry run.
 #SBATCH --signal=B:USR1@7200
 #SBATCH --requeue
 #SBATCH --open-mode=append

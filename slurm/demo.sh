@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo (two-digit sums, on CPUs) over the nodes of a Slurm job: `sbatch slurm/demo.sh [key=value ...]`.
-# TRAINER_NODES, RANKS_PER_NODE and SERVER_NODES say who does what; sbatch --nodes must be the sum of the nodes.
+# TRAINER_NODES, RANKS_PER_NODE and SERVER_NODES set the roles; sbatch --nodes must be the sum of the nodes.
 #SBATCH --job-name=dapo-demo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

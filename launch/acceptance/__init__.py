@@ -1,1 +1,2 @@
-"""The acceptance run of a new machine: a ladder of programs, from imports to speed, that stops at the first red one."""
+"""The acceptance run of a new machine: a ladder of programs, from imports to speed, that stops at
+the first red one."""

@@ -1,4 +1,5 @@
-"""python -m launch.acceptance: climb the ladder of checks of a new machine, and stop at the first rung that is red.
+"""python -m launch.acceptance: climb the ladder of checks of a new machine, and stop at the first
+red rung.
 
 python -m launch.acceptance [--list] [--output DIR] [--config FILE [key=value ...]]
 """
@@ -27,8 +28,8 @@ from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 where every rung from the first one, or that of --start, is green or skipped; 1 where one
-    is red; 2 for mistakes of the user; 128 + signal where it was asked to stop."""
+    """Return the exit code: 0 if every rung from the first one, or from --start, is green or
+    skipped; 1 if one is red; 2 for mistakes of the user; 128 + signal after a request to stop."""
     os.environ.update(COMMON)
     arguments, overrides = parse(_parser(), argv)
     if arguments.list:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     options_parser = parser(
         "launch.acceptance",
-        "Check a new machine, rung by rung, and stop at the first that is red (docs/acceptance.md).",
+        "Check a new machine, rung by rung, and stop at the first red one (docs/acceptance.md).",
     )
     options_parser.add_argument("--list", action="store_true", help="show the rungs and their limits, and stop")
     options_parser.add_argument(
@@ -92,8 +93,8 @@ def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> Inputs:
 
 
 def _num_gpus() -> int:
-    """Raises UserError where torch knows no GPUs, but the machine has some that nobody has hidden: else a machine of
-    GPUs would be accepted for what it does on the CPU."""
+    """Raise UserError if torch knows no GPUs, but the machine has some that are not hidden on
+    purpose. Otherwise a machine of GPUs would be accepted for its CPU."""
     import torch
 
     from launch.preflight.gpus import are_expected
@@ -101,7 +102,7 @@ def _num_gpus() -> int:
     are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if torch.version.cuda is None and nvidia_driver.is_loaded() and not are_hidden:
         raise UserError(
-            f"This machine has an NVIDIA driver, but torch {torch.__version__} knows the CPU alone; run make setup "
+            f"This machine has an NVIDIA driver, but torch {torch.__version__} is built for CPUs only; run make setup "
             "PLATFORM=cuda in this folder, or set CUDA_VISIBLE_DEVICES= to climb on the CPU."
         )
     if not are_expected():
@@ -114,9 +115,11 @@ def _num_gpus() -> int:
 def climb(
     ladder: Sequence[Rung], inputs: Inputs, start: str | None = None, stop: StopSignals | None = None
 ) -> list[RungResult]:
-    """Climb rung by rung, up to the first red one; return a result for every rung. Each is shown, and the report is
-    written, as soon as it is known. start: name of the first rung to climb. stop: makes the rung red during which a
-    signal comes."""
+    """Climb rung by rung, up to the first red one; return a result for every rung.
+
+    Each result is shown and reported at once. start: name of the first rung to climb. stop: a
+    signal makes the current rung red.
+    """
     first = next((place for place, rung in enumerate(ladder) if rung.name == start), 0)
     results = [_without(rung, NOT_REACHED, f"--start {start}") for rung in ladder[:first]]
     for result in _results(ladder[first:], inputs, stop):
@@ -146,7 +149,7 @@ def _climbed(rung: Rung, inputs: Inputs, stop: StopSignals | None) -> RungResult
         state, text, numbers = GREEN, verdict.text, verdict.numbers
     except Red as red:
         state, text, numbers = RED, f"{red}; its log is {attempt.log}", {}
-    except Exception as error:  # of whatever kind: the report must name the rung
+    except Exception as error:  # of any kind: the report must name the rung
         state, numbers = RED, {}
         text = f"it could not be judged ({type(error).__name__}: {error}); its log is {attempt.log}"
         with suppress(OSError):  # a full disk, which may be the error

@@ -1,4 +1,5 @@
-"""python -m launch.acceptance.environment FILE: import what a run imports, compute on every GPU, say what there is."""
+"""python -m launch.acceptance.environment FILE: import a run's packages, compute on every GPU,
+report versions."""
 
 import json
 import os
@@ -12,8 +13,11 @@ from megatron_dapo.common.files import write_whole
 
 
 def main(file: Path) -> int:
-    """Write versions, the names of the GPUs and what there is of Transformer Engine as JSON. Exit code 0, or 2 where
-    GPUs are there that torch cannot use, or a Transformer Engine that cannot be imported or has a cuDNN of its own."""
+    """Write versions, the names of the GPUs and the state of Transformer Engine as JSON.
+
+    Exit code 0; 2 if torch cannot use the GPUs, or if Transformer Engine cannot be imported or has
+    another cuDNN.
+    """
     set_rank_defaults(os.environ)
     import sglang  # noqa: F401  # the servers'
     import torch

@@ -15,7 +15,7 @@ from megatron_dapo.config.schema.config import Config
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
-_ENDLESS = 10_000  # steps of a run that is ended when it has shown what it should
+_ENDLESS = 10_000  # steps of a run that is ended as soon as it has proved its point
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
 # small enough for two cores, large enough for every rank to have samples
 _SMALL = (
@@ -25,9 +25,11 @@ _SMALL = (
     "data.train_batch_size=4",
     "data.gen_batch_size=4",
     "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # of two optimizer steps: in the second the ratio is not 1
+    # of two optimizer steps: in the second the ratio is not 1
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
 )
-# the demo's are of a machine that is warm: GPUs compile kernels and capture graphs first, so there the program's own
+# the demo's are for a warm machine: GPUs compile kernels and capture graphs first, so there the
+# program's own
 _TIMEOUTS = (
     "actor_rollout_ref.actor.megatron.timeout_s",
     "actor_rollout_ref.rollout.request_timeout_s",
@@ -35,8 +37,9 @@ _TIMEOUTS = (
     "actor_rollout_ref.rollout.server.startup_timeout_s",
     "weight_sync.timeout_s",
 )
-# Where the ratio moves as far as on the CPU, rounding to bfloat16 decides whether a token whose gradient is most of
-# the norm is clipped (measured: the norm doubled).
+# If the ratio moves as far as on the CPU, rounding to bfloat16 decides the clipping of a token with
+# most of the
+# gradient's norm (measured: the norm doubled).
 _GPU_LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=1e-5"
 _HEAD, _LOSS = "ours fused,ours composable", "ours (c)"
 
@@ -110,9 +113,9 @@ def _lost_servers(attempt: Attempt) -> RungVerdict:
     sizes = inputs.sizes
     run = inputs.run("lost_servers")
     kills = ServerKills(run, attempt.log, sizes.num_servers, num_groups=sizes.beside_servers.pp)
-    own = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
+    keys = (*_with_servers(attempt), f"trainer.total_training_steps={_ENDLESS}", "trainer.save_interval=-1")
     try:
-        attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *own), when=kills.are_over)
+        attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, run.path.name, *keys), when=kills.are_over)
     except Red as red:
         raise Red(f"{red}{kills.missed()}") from None
     lines = verdicts.records(run.metrics, None)
@@ -122,16 +125,16 @@ def _lost_servers(attempt: Attempt) -> RungVerdict:
 
 def _resume(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
-    own = (*_synthetic(inputs), "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
+    keys = (*_synthetic(inputs), "trainer.save_interval=1", *inputs.sizes.resumed.overrides())
     killed = inputs.run("killed")
 
     def is_saved() -> bool:
         return len(newest_first(killed.checkpoints)) >= _KILLED_AFTER
 
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *own))
-    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *own), when=is_saved)
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "whole", *keys))
+    attempt.module_killed("launch.local", *DEMO, *_small_run(inputs, "killed", *keys), when=is_saved)
     saved = verdicts.saved_before_the_kill(killed.checkpoints, NUM_STEPS)
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *own))
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "killed", "trainer.resume=required", *keys))
     verdicts.resumed_after(killed.log("checkpoints"), saved)
     after, whole = (verdicts.records(run.metrics, NUM_STEPS) for run in (killed, inputs.run("whole")))
     return verdicts.resumed(after, whole, saved, inputs.sizes.num_gpus > 0)
@@ -139,21 +142,22 @@ def _resume(attempt: Attempt) -> RungVerdict:
 
 def _throughput(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
-    if not inputs.recipe:  # the trainer alone has run already
+    if not inputs.recipe:  # without servers this run exists already
         lines = verdicts.records(inputs.run("layout").metrics, NUM_STEPS)
         return verdicts.throughput(lines, "the demo's model")
     run = inputs.run("recipe")
-    own = (
+    keys = (
         f"trainer.total_training_steps={NUM_STEPS}",
         "trainer.logger=[jsonl]",
         "trainer.save_interval=-1",
     )
-    attempt.module("launch.local", *inputs.recipe, *own, f"trainer.run_dir={run.path}")
+    attempt.module("launch.local", *inputs.recipe, *keys, f"trainer.run_dir={run.path}")
     return verdicts.throughput(verdicts.records(run.metrics, NUM_STEPS), inputs.recipe[1])
 
 
 def _with_servers(attempt: Attempt) -> Sequence[str]:
-    """Make the problems, and return the keys of a run on them with servers that hold what was pushed to the bit."""
+    """Make the problems, and return the keys of a run on them whose servers' weights are verified
+    to the bit."""
     sizes = attempt.inputs.sizes
     data = attempt.inputs.folder / "data"
     attempt.module("examples.arithmetic.problems", str(data))
@@ -180,7 +184,7 @@ def _no_gpus(inputs: Inputs) -> str | None:
 
 
 def _one_server(inputs: Inputs) -> str | None:
-    return None if inputs.sizes.num_servers > 1 else "there is one server, and none to go on with"
+    return None if inputs.sizes.num_servers > 1 else "there is only one server"
 
 
 def _no_run(inputs: Inputs) -> str | None:
@@ -191,12 +195,14 @@ def _no_run(inputs: Inputs) -> str | None:
 LADDER = (
     Rung("environment", "Do all packages import, and does every GPU compute?", 600, _environment),
     Rung("node", "Is the machine fit, and how fast do its ranks add?", 600, _node),
-    Rung("kernels", "Do the fused kernels give what float64 gives?", 1200, _kernels),
+    Rung("kernels", "Do the fused kernels agree with float64?", 1200, _kernels),
     Rung("gpu_tests", "Do the tests of kernels and layers pass on a GPU?", 3600, _gpu_tests, needs=_no_gpus),
     Rung("converters", "Does a model come back from Megatron's format byte for byte?", 600, _converters),
-    Rung("layout", "Does a parallel layout compute what one process computes?", 900, _layout),
+    Rung("layout", "Do a parallel layout and one process compute the same?", 900, _layout),
     Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
-    Rung("lost_servers", "Does a run go on when a server dies, in a push too?", 2400, _lost_servers, needs=_one_server),
-    Rung("resume", "Does a run that was killed go on with the same numbers?", 1200, _resume),
+    Rung(
+        "lost_servers", "Does a run survive a server's death, also in a push?", 2400, _lost_servers, needs=_one_server
+    ),
+    Rung("resume", "Does a killed run resume with the same numbers?", 1200, _resume),
     Rung("throughput", "How fast does the trainer train?", 3600, _throughput, needs=_no_run),
 )

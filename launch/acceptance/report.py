@@ -1,4 +1,5 @@
-"""What a climb leaves behind: report.json for programs, report.md for people, and a line per rung on the terminal."""
+"""The report of a climb: report.json for programs, report.md for people, and a line per rung on the
+terminal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,16 +17,19 @@ _TAIL_LINES = 30
 
 @dataclass(frozen=True)
 class RungResult:
-    """What came of a rung. text: its verdict, or why it has none; log: of its programs, which are `commands`."""
+    """The result of a rung."""
 
     name: str
     question: str
     state: str
     text: str
+    """Its verdict, or why it has none."""
     seconds: float
     limit_s: float
     log: str = ""
+    """Of its programs."""
     commands: Sequence[str] = ()
+    """Its programs."""
     numbers: Mapping[str, Number] = field(default_factory=dict)
 
     def line(self) -> str:
@@ -50,7 +54,8 @@ def summary(results: Sequence[RungResult]) -> str:
 
 
 def write_report(folder: Path, results: Sequence[RungResult], sizes: Mapping[str, object]) -> None:
-    """Write report.json and report.md whole: after every rung, so that a climb that is broken off has one too."""
+    """Write report.json and report.md whole: after every rung, so that a broken-off climb has one
+    too."""
     time = datetime.now(UTC).isoformat(timespec="seconds")
     content = {
         "format": 1,

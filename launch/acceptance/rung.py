@@ -1,4 +1,5 @@
-"""One rung: its programs, one after the other as child processes under one deadline, and what came of it."""
+"""One rung: its programs, one after the other as child processes under one deadline, and its
+result."""
 
 import os
 import shlex
@@ -19,19 +20,19 @@ from megatron_dapo.servers.child_process import ChildProcess
 from megatron_dapo.storage.run_folder import RunFolder
 
 _POLL_S = 0.1
-_WATCH_S = 0.005  # where a program is to be killed in the middle of something
-_GRACE_S = 20.0  # for a program whose time is up
+_WATCH_S = 0.005  # for a program that is to be killed in the middle of something
+_GRACE_S = 20.0  # for a program past its deadline
 
 Number = float | int | str
 
 
 class Red(Exception):
-    """The rung has failed. Its text says what is wrong, in one line."""
+    """The rung has failed. The text is the error, in one line."""
 
 
 @dataclass(frozen=True)
 class RungVerdict:
-    """What a rung that is green has shown. text: one line; numbers: what was measured, by name, for the report."""
+    """The result of a green rung. text: one line; numbers: measurements by name, for the report."""
 
     text: str
     numbers: Mapping[str, Number] = field(default_factory=dict)
@@ -39,32 +40,31 @@ class RungVerdict:
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the ladder.
-
-    question: what it answers, for people. limit_s: of all its programs together. climb: runs them and judges, or raises
-    Red. needs: why the machine or the command cannot have this rung; None = it can.
-    """
+    """One step of the ladder."""
 
     name: str
     question: str
+    """For people."""
     limit_s: float
+    """Of all its programs together."""
     climb: "Callable[[Attempt], RungVerdict]"
+    """Runs them and judges, or raises Red."""
     needs: Callable[["Inputs"], str | None] = lambda inputs: None
+    """Why the machine or the command cannot have this rung, or None."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the ladder was asked for.
-
-    folder: of the report, the logs and the runs. recipe: config file and overrides of the run that is measured; none =
-    the demo's. min_bandwidth: floor of the all-reduce in GB/s; none = `MIN_GPU_BANDWIDTH` on GPUs, else the
-    preflight's own.
-    """
+    """The options of a climb."""
 
     sizes: Sizes
     folder: Path
+    """Of the report, the logs and the runs."""
     recipe: tuple[str, ...] = ()
+    """Config file and overrides of the run to measure; empty: the demo's."""
     min_bandwidth: float | None = None
+    """Floor of the all-reduce in GB/s; None: `MIN_GPU_BANDWIDTH` on GPUs, else the preflight's
+    own."""
 
     def run(self, name: str) -> RunFolder:
         """Return the folder of a rung's training run."""
@@ -72,7 +72,7 @@ class Inputs:
 
 
 class Attempt:
-    """A rung that is being climbed. What its programs write is in one log file. stop: ends it when a signal came."""
+    """A rung in progress. Its programs share one log file. stop: a signal ends it."""
 
     def __init__(self, rung: Rung, inputs: Inputs, stop: StopSignals | None = None) -> None:
         self._stop = stop
@@ -83,7 +83,8 @@ class Attempt:
         self._deadline = time.monotonic() + rung.limit_s
 
     def module(self, name: str, *arguments: str) -> None:
-        """Run `python -m NAME ARGUMENTS` to its end. Raises Red where that is no exit code 0, or comes too late."""
+        """Run `python -m NAME ARGUMENTS` to its end. Raises Red for a nonzero exit code, or at the
+        deadline."""
         child = self._start(name, arguments)
         try:
             while (code := child.poll()) is None:
@@ -95,10 +96,11 @@ class Attempt:
             raise Red(f"{name} {exit_phrase(code)}")
 
     def module_killed(self, name: str, *arguments: str, when: Callable[[], bool]) -> None:
-        """Run it until `when()`, then kill it and all that it has started with SIGKILL. Raises Red where it ends
-        before."""
+        """Run it until `when()`, then kill it and its descendants with SIGKILL. Raises Red if it
+        ends before."""
         child = self._start(name, arguments)
-        looks_again_at = 0.0  # at the child; each time it reads the list of all processes, and `when` has to be in time
+        # at the child; each time it reads the list of all processes, and `when` has to be in time
+        looks_again_at = 0.0
         try:
             while not when():
                 if time.monotonic() >= looks_again_at:
@@ -132,7 +134,8 @@ class Attempt:
 
 
 def kill_family(pid: int) -> None:
-    """Kill a process and its descendants. It is stopped first, so that none of them is started or seen to be gone."""
+    """Kill a process and its descendants. It is stopped first, so that none of them starts another
+    or notices its death."""
     leader = psutil.Process(pid)
     leader.send_signal(signal.SIGSTOP)
     for process in (*leader.children(recursive=True), leader):

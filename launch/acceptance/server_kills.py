@@ -1,4 +1,5 @@
-"""SIGKILL to servers of a run: to one until it died in a push of weights, then to another between two pushes."""
+"""SIGKILL to servers of a run: to one until it died in a push of weights, then to another between
+two pushes."""
 
 import re
 import time
@@ -10,32 +11,34 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import read_metrics
 
 _JOINED_A_GROUP = "init custom process group"
-"""What SGLang logs when it joins a group of a push, just before the first broadcast in it."""
+"""SGLang's log line when it joins a group of a push, just before the first broadcast in it."""
 
 
 @dataclass(frozen=True)
 class StartedServer:
-    """A server as its supervisor tells of it. name: that of its log file, too."""
+    """A server in its supervisor's log."""
 
     name: str
+    """Also of its log file."""
     url: str
     pid: int
 
 
 def was_left_out(trainer_log: Path, url: str) -> bool:
-    """Return whether a push left out the server at this URL and was repeated, since it died in it. A server that is
-    down when a push begins, or dies after the last bucket, is left out in another way."""
+    """Return whether a push left out the server at this URL, since it died in it, and was repeated.
+    A server that is down at the start of a push, or dies after the last bucket, is left out in
+    another way."""
     text = trainer_log.read_text(errors="replace") if trainer_log.exists() else ""
     return bool(re.search(rf"weight sync: left out [^;\n]*{re.escape(url)}[,;].*the push is repeated", text))
 
 
 class ServerKills:
-    """Kills that are due when the run's files say so. To be asked all the time, by `are_over`.
+    """Kills servers at moments defined by the run's files. Call `are_over` continuously.
 
-    The last server dies in the first push that reaches it, when it has joined the groups and waits for the first
-    broadcast. Where the push was over before the kill came, which no push without that server shows, it dies again in
-    the first push after it is back, until it died in one. When it has come back, the first server dies, after a
-    step's push.
+    The last server dies in the first push that reaches it, after joining the groups and before the
+    first broadcast. If the push was over before the kill, it dies again in the first push after its
+    return, until it died in one. No push without that server shows this. After it has come back,
+    the first server dies, after a step's push.
     """
 
     def __init__(self, run: RunFolder, program_log: Path, num_servers: int, num_groups: int) -> None:
@@ -43,7 +46,7 @@ class ServerKills:
 
         Args:
             run: its folder.
-            program_log: where the servers' supervisor logs.
+            program_log: the log of the servers' supervisor.
             num_servers: servers that the run starts.
             num_groups: groups of a push: pipeline stages of the trainer.
         """
@@ -52,16 +55,18 @@ class ServerKills:
         self._num_servers = num_servers
         self._num_groups = num_groups
         self._killed_at = 0.0
-        self._size, self._read = 0, list[dict]()  # of the metrics: the file's bytes, and what it had then
+        # the metrics file's size, and its content at that time
+        self._size, self._read = 0, list[dict]()
         self._num_steps = 0  # that were done when the last kill came
         self._num_joined = 0  # how often the last server had joined a group when it was killed
         self.killed: list[StartedServer] = []
         self.in_push: StartedServer | None = None  # the one that died in a push
-        self.away_s: list[float] = []  # of that one and of the next: seconds until a push reached all
+        # of that one and of the next: seconds until a push reached all
+        self.away_s: list[float] = []
 
     def are_over(self) -> bool:
-        """Kill, if it is time for it; return whether one server died in a push, another between two, and all are
-        back."""
+        """Kill, if it is time for it; return whether one server died in a push, another between
+        two, and all are back."""
         if self.in_push is None:
             self._kill_in_push()
             return False
@@ -74,14 +79,14 @@ class ServerKills:
         return True
 
     def missed(self) -> str:
-        """Return a clause that tells of kills of which none came in a push; empty where there is none to tell of."""
+        """Return a clause about kills that all missed a push, or ""."""
         if self.in_push or not self.killed:
             return ""
         return f"; {self.killed[-1].name} was killed {len(self.killed)} times in a push, and no push left it out"
 
     def _kill_in_push(self) -> None:
-        """Kill the last server once it has joined the groups, again for each of its lives, and take note when a push
-        left it out."""
+        """Kill the last server once it has joined the groups, again for each of its lives, and take
+        note when a push left it out."""
         server = self._server(self._num_servers - 1)
         if server is None:
             return
@@ -94,20 +99,21 @@ class ServerKills:
             self._kill(server)
 
     def _are_back(self) -> bool:
-        """Return whether a push was made without the server that was killed, and the newest one reached all."""
+        """Return whether a push was made without the server that was killed, and the newest one
+        reached all."""
         reached = [line.get("weight_sync/num_servers", 0) for line in self._lines()[self._num_steps :]]
         return len(reached) > 1 and min(reached) < self._num_servers == reached[-1]
 
     def _lines(self) -> list[dict]:
-        """Return the run's metrics. They are read anew where there are more: hundreds of times a second that would take
-        the run a good part of a core."""
+        """Return the run's metrics, read again only if the file has grown: reading hundreds of
+        times a second would take a good part of a core."""
         size = self._run.metrics.stat().st_size if self._run.metrics.exists() else 0
         if size != self._size:
             self._size, self._read = size, read_metrics(self._run.metrics)
         return self._read
 
     def _server(self, number: int) -> StartedServer | None:
-        """Return a server as it was started last, None where it has not been started."""
+        """Return a server's last start, or None."""
         name = f"server-{number}"
         text = self._program_log.read_text(errors="replace") if self._program_log.exists() else ""
         starts = re.findall(rf"{name} starts at (\S+) \(pid (\d+)", text)

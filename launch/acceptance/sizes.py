@@ -1,4 +1,4 @@
-"""How large the rungs are: what a machine with so many GPUs, or with none, can carry."""
+"""The sizes of the rungs, for a machine with so many GPUs, or with none."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ _SERVER = "actor_rollout_ref.rollout.server"
 SYNTHETIC = "trainer.synthetic_batch=true"
 
 MIN_GPU_BANDWIDTH = 150.0
-"""GB/s of bus bandwidth that the all-reduce of one node's GPUs must reach, without --min-bandwidth. It needs NVLink:
-PCIe 5.0 x16, over which NCCL goes on where NVLink is broken, carries 64 GB/s in a direction at most (PCI-SIG). It is
-half of what an A100's NVLink carries in a direction and a third of an H100's (`megatron_dapo.checks.hardware`)."""
+"""Required bus bandwidth (GB/s) of the all-reduce over one node's GPUs, without --min-bandwidth. It
+needs NVLink: PCIe 5.0 x16, NCCL's fallback, has at most 64 GB/s per direction (PCI-SIG). It is half
+of an A100's NVLink per direction and a third of an H100's (`megatron_dapo.checks.hardware`)."""
 
 _MEASURED_PROMPTS = 64
 
@@ -32,7 +32,7 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def overrides(self) -> list[str]:
-        """Return the keys that make a run have this layout, with sequence parallelism where it can be."""
+        """Return the keys of this layout, with sequence parallelism if possible."""
         return [
             f"{_MEGATRON}.tensor_model_parallel_size={self.tp}",
             f"{_MEGATRON}.pipeline_model_parallel_size={self.pp}",
@@ -46,17 +46,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the small rungs, which train the demo's model.
-
-    num_gpus: that the machine has; 0 = the rungs run on the CPU. whole: the layout that is compared with one process.
-    resumed: that of the run that is killed and resumed. beside_servers: that of the trainer where servers have the
-    other GPUs.
-    """
+    """The sizes of the small rungs, which train the demo's model."""
 
     num_gpus: int
+    """Of the machine; 0: the rungs run on the CPU."""
     whole: Layout
+    """The layout that is compared with one process."""
     resumed: Layout
+    """Of the run that is killed and resumed."""
     beside_servers: Layout
+    """Of the trainer if servers have the other GPUs."""
     num_servers: int
     server_tp: int = 1
 
@@ -78,7 +77,8 @@ _BY_GPUS = (
 
 
 def sizes_of(num_gpus: int) -> Sizes:
-    """Return the largest sizes that fit into this many GPUs; 0 = on the CPU. Raises UserError for a single GPU."""
+    """Return the largest sizes that fit into this many GPUs; 0 = on the CPU. Raises UserError for a
+    single GPU."""
     if num_gpus == 0:
         return _CPU
     for sizes in _BY_GPUS:
@@ -91,10 +91,11 @@ def sizes_of(num_gpus: int) -> Sizes:
 
 
 def measured(config: Config) -> list[str]:
-    """Return the keys that make a step of a recipe small enough to be measured in minutes: synthetic batches of 64
-    prompts, or as near to that as whole mini-batches come, but no more than the recipe's own. An optimizer step, and
-    with it the memory and the tokens per second, stays as it is."""
+    """Return the keys that make a step of a recipe small enough to be measured in minutes:
+    synthetic batches of 64 prompts, or as near to that as whole mini-batches come, but no more than
+    the recipe's own. An optimizer step, and with it the memory and the tokens per second, stays as
+    it is."""
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     prompts = min(config.data.train_batch_size, -(-_MEASURED_PROMPTS // mini) * mini)
-    # a gen batch has no meaning here, and would have to be as large as the batch where nothing is filtered
+    # meaningless here, and would have to equal the batch size without a filter
     return [SYNTHETIC, f"data.train_batch_size={prompts}", "data.gen_batch_size=null"]

@@ -1,4 +1,4 @@
-"""What the files of a rung's programs say: pure functions that return a verdict or raise Red.
+"""Judges the files of a rung's programs: pure functions that return a verdict or raise Red.
 
 Tolerances: on CPUs the runs compute in float32, on GPUs in bfloat16 (`megatron.dtype` auto).
 """
@@ -17,38 +17,42 @@ from megatron_dapo.checkpointing.folders import newest_first, step_of
 from megatron_dapo.telemetry.closing_table import read_metrics
 
 COMPARED = ("actor/rollout_kl", "actor/entropy", "actor/grad_norm", "actor/loss", "actor/ppo_kl")
-"""Of a step: the mean log-prob (a synthetic batch's own log-probs are one number), the mean entropy, gradients; and of
-its second optimizer step the loss, whose ratio is clipped, and how far the log-probs are from the old ones."""
+"""Of a step: the mean log-prob (a synthetic batch's own log-probs are one number), the mean
+entropy, gradients. Of its second optimizer step the clipped loss, and the log-probs' distance from
+the old ones."""
 
 LAYOUT_TOLERANCE = {False: (1e-4, 1e-6), True: (3e-2, 1e-2)}
-"""Whether on GPUs -> (relative, absolute). Layouts add in other orders. In float32 a sum keeps 1e-6 of its largest
-terms, and a gradient's terms cancel to a hundredth of them. In bfloat16 each activation is rounded by 2^-9; over the
-few layers of the demo's model, and in the mean of hundreds of tokens, less than 1 % is left of it. The second optimizer
-step begins at other weights: Adam moves each by lr whatever its gradient's size, so those whose gradient is rounding
-alone differ by up to 2 lr; but on those, to first order, nothing that is compared depends. Measured on a CPU,
-TP 2, PP 2, DP 2 beside one process: in float32 1.2e-6 of the gradient norm and 1e-6 of ppo_kl."""
+"""Whether on GPUs -> (relative, absolute). Layouts add in other orders. In float32 a sum keeps 1e-6
+of its largest terms, and a gradient's terms cancel to a hundredth of them. In bfloat16 each
+activation is rounded by 2^-9; over the few layers of the demo's model, and in the mean of hundreds
+of tokens, less than 1 % is left of it. The second optimizer step begins at other weights: Adam
+moves each by lr whatever its gradient's size, so weights with only rounding in their gradient
+differ by up to 2 lr. To first order no compared value depends on those. Measured on a CPU, TP 2, PP
+2, DP 2 beside one process: in float32 1.2e-6 of the gradient norm and 1e-6 of ppo_kl."""
 
 GPU_GRAD_NORM_TOLERANCE = 0.2
-"""Relative. Few tokens make most of the norm, and those near the clip range are on either side of it: in bfloat16 on a
-CPU TP 2 and one process differed by 6 %. A reduction that is missing over 2 ranks changes it by 1 - 1/sqrt(2) at
-least."""
+"""Relative. Few tokens make most of the norm, and those near the clip range may fall on either
+side: in bfloat16 on a CPU TP 2 and one process differed by 6 %. A missing reduction over 2 ranks
+changes it by at least 1 - 1/sqrt(2)."""
 
 SERVER_TOLERANCE = {False: 1e-5, True: 2e-2}
-"""Mean |server's - trainer's log-prob|. Two float32 programs differ by 2e-7 in the mean, at the largest by 2e-4. On
-GPUs both compute logits in float32 (the supervisor passes --enable-fp32-lm-head) from layers in bfloat16, whose kernels
-are not the same; logits rounded to bfloat16 would add 7e-3. Weights that are a step old differ by 0.3 and more."""
+"""Mean |server's - trainer's log-prob|. Two float32 programs differ by 2e-7 in the mean, at most by
+2e-4. On GPUs both compute logits in float32 (the supervisor passes --enable-fp32-lm-head) from
+bfloat16 layers with different kernels; logits rounded to bfloat16 would add 7e-3. Weights of the
+last step differ by 0.3 and more."""
 
 HEAD_BOUNDS = {
     "float32": {"log_prob_max": 2e-5, "entropy_max": 2e-5, "grad_hidden_rel": 2e-5, "grad_weight_rel": 2e-5},
     "bfloat16": {"log_prob_max": 2e-4, "entropy_max": 2e-4, "grad_hidden_rel": 4e-3, "grad_weight_rel": 3e-3},
 }
-"""Against float64 on the same rounded inputs, as the tests of the kernels have them: what is left is the rounding of
-float32 sums, and in bfloat16 that of gradients to the inputs' type."""
+"""Against float64 on the same rounded inputs, as in the kernels' tests: the rounding of float32
+sums, and in bfloat16 of gradients to the inputs' type."""
 
 LOSS_BOUNDS = {
     "float32": {"loss_sum_rel": 2e-5, "grad_log_probs_rel": 2e-5, "grad_entropy_rel": 2e-5},
 }
-"""The loss of tokens is computed in float32 everywhere: a ratio exp(x) with |x| <= 20 keeps 20 roundings of 6e-8."""
+"""The loss of tokens is computed in float32 everywhere: a ratio exp(x) with |x| <= 20 keeps 20
+roundings of 6e-8."""
 
 
 _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*")
@@ -56,9 +60,12 @@ _NAMED_TESTS = 5
 
 
 def records(metrics: Path, num_steps: int | None) -> list[dict[str, Any]]:
-    """Return a run's metrics of each step. Raises Red where they are not those of steps 1 to num_steps (None = to the
-    newest), or where a loss or gradient is no finite number. Other numbers that the file has as null are NaN, which is
-    out of any bound."""
+    """Return a run's metrics of each step; nulls become NaN, out of any bound.
+
+    Raises:
+        Red: if they are not those of steps 1 to num_steps (None: the newest), or if a loss or
+            gradient is not finite.
+    """
     try:
         lines = [line for line in read_metrics(metrics) if "actor/loss" in line]
     except FileNotFoundError:
@@ -66,7 +73,7 @@ def records(metrics: Path, num_steps: int | None) -> list[dict[str, Any]]:
     steps = [line["step"] for line in lines]
     last = max(steps, default=0) if num_steps is None else num_steps
     if steps != list(range(1, last + 1)):
-        raise Red(f"{metrics} has the steps {steps}, not those from 1 to {last}")
+        raise Red(f"{metrics} has the steps {steps}, not 1 to {last}")
     numbers = [{name: math.nan if value is None else value for name, value in line.items()} for line in lines]
     for line in numbers:
         for name in ("actor/loss", "actor/grad_norm"):
@@ -76,7 +83,8 @@ def records(metrics: Path, num_steps: int | None) -> list[dict[str, Any]]:
 
 
 def environment(content: Mapping[str, Any], num_gpus: int) -> RungVerdict:
-    """Judge what `launch.acceptance.environment` wrote: the children see the GPUs that the ladder counts on."""
+    """Judge the output of `launch.acceptance.environment`: the children must see the ladder's
+    GPUs."""
     gpus = content["gpus"]
     if len(gpus) < num_gpus or (gpus and not num_gpus):
         raise Red(f"its programs see {len(gpus)} GPUs, the ladder was planned for {num_gpus}")
@@ -88,7 +96,7 @@ def environment(content: Mapping[str, Any], num_gpus: int) -> RungVerdict:
 
 
 def node(findings: Sequence[Mapping[str, Any]]) -> RungVerdict:
-    """Judge what `launch.preflight --report` wrote, which ended with exit code 0."""
+    """Judge the output of a `launch.preflight --report` that ended with exit code 0."""
     by_check = {finding["check"]: finding["found"] for finding in findings}
     problems = [finding["problem"] for finding in findings if finding["problem"]]
     if problems:
@@ -111,7 +119,7 @@ def kernels(head: Mapping[str, Any], loss: Mapping[str, Any]) -> RungVerdict:
                 raise Red(f"{where}: {row['failure']}")
             for error, bound in bounds[result["dtype"]].items():
                 value = row["errors"].get(error, 0.0)
-                if not value <= bound:  # so that NaN is above it
+                if not value <= bound:  # true for NaN
                     raise Red(f"{where}: {error} is {value:.1e} from float64, above {bound:g}")
                 largest[f"{name}/{error}"] = max(largest.get(f"{name}/{error}", 0.0), value)
     log_prob, gradient = largest["head/log_prob_max"], largest["head/grad_weight_rel"]
@@ -119,7 +127,8 @@ def kernels(head: Mapping[str, Any], loss: Mapping[str, Any]) -> RungVerdict:
 
 
 def gpu_tests(junit_xml: Path) -> RungVerdict:
-    """Judge pytest's record of tests on GPUs, which ended with exit code 0: there are some, and none was skipped."""
+    """Judge pytest's record of GPU tests that ended with exit code 0: there are some, and none was
+    skipped."""
     cases = list(ElementTree.parse(junit_xml).iter("testcase"))
     skipped = [
         f"{case.get('classname') or ''}.{case.get('name')} ({reason.get('message')})".removeprefix(".")
@@ -136,8 +145,8 @@ def gpu_tests(junit_xml: Path) -> RungVerdict:
 
 
 def round_trip(source: Path, back: Path) -> RungVerdict:
-    """Judge a model that was converted and converted back: each file is the source's, byte for byte, and none of its
-    weights, configuration and tokenizer is missing."""
+    """Judge a model that was converted and converted back: each file is the source's, byte for
+    byte, and none of its weights, configuration and tokenizer is missing."""
     there = {file.name for file in back.iterdir()}
     missing = {file.name for pattern in _FILES_OF_A_MODEL for file in source.glob(pattern)}
     if lost := sorted(missing - there):
@@ -175,8 +184,8 @@ def _relative(name: str, on_gpus: bool) -> float:
 
 
 def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: bool) -> RungVerdict:
-    """Judge a run with servers: each push reached all of them and was read back, and their log-probs are the
-    trainer's."""
+    """Judge a run with servers: each push reached all of them and was read back, and their
+    log-probs are the trainer's."""
     for line in lines:
         if line.get("weight_sync/num_servers") != num_servers or "weight_sync/verify_s" not in line:
             raise Red(
@@ -201,8 +210,8 @@ def lost_servers(
     away_s: Sequence[float],
     on_gpus: bool,
 ) -> RungVerdict:
-    """Judge a run whose servers were killed, and came back: a push left one out that died in it, all that servers hold
-    was read back, and what they wrote is the trainer's.
+    """Judge a run whose servers were killed and came back: a push left out a server that died in
+    it, all servers' weights were read back, and their log-probs are the trainer's.
 
     Args:
         lines: its metrics of each step.
@@ -232,12 +241,13 @@ def lost_servers(
 
 
 def _largest_difference(lines: Sequence[Mapping[str, float]], on_gpus: bool) -> float:
-    """Return the largest of the steps' mean differences of log-probs. Raises Red where one is out of bounds."""
+    """Return the largest of the steps' mean differences of log-probs. Raises Red if one is out of
+    bounds."""
     differences = [line["actor/rollout_abs_diff"] for line in lines if "actor/rollout_abs_diff" in line]
     if not differences:
-        raise Red("no step had tokens whose log-probs could be compared")
+        raise Red("no step had tokens with comparable log-probs")
     for difference in differences:
-        if not difference <= SERVER_TOLERANCE[on_gpus]:  # so that NaN is above it
+        if not difference <= SERVER_TOLERANCE[on_gpus]:  # true for NaN
             raise Red(
                 f"servers and trainer differ by {difference:.1e} in the mean, above {SERVER_TOLERANCE[on_gpus]:g}"
             )
@@ -245,7 +255,8 @@ def _largest_difference(lines: Sequence[Mapping[str, float]], on_gpus: bool) -> 
 
 
 def saved_before_the_kill(checkpoints: Path, num_steps: int) -> int:
-    """Return the step of the newest checkpoint of a run that was killed. Raises Red where nothing is left to train."""
+    """Return the step of the newest checkpoint of a killed run. Raises Red if no step is left to
+    train."""
     saved = max((step_of(folder) or 0 for folder in newest_first(checkpoints)), default=0)
     if not 0 < saved < num_steps:
         raise Red(f"the run was killed with a checkpoint of step {saved} of {num_steps}: its resume would show nothing")
@@ -253,7 +264,7 @@ def saved_before_the_kill(checkpoints: Path, num_steps: int) -> int:
 
 
 def resumed_after(log: Path, saved: int) -> None:
-    """Raise Red where a run's log of checkpoints does not say that it went on from that step."""
+    """Raise Red if a run's log of checkpoints does not show its resume from that step."""
     steps = [int(step) for step in re.findall(r"^.*Resumed after step (\d+)", log.read_text(), re.MULTILINE)]
     if steps != [saved]:
         said = f"after step {steps[-1]}" if steps else "nowhere"
@@ -263,8 +274,8 @@ def resumed_after(log: Path, saved: int) -> None:
 def resumed(
     after: Sequence[Mapping[str, float]], whole: Sequence[Mapping[str, float]], saved: int, on_gpus: bool
 ) -> RungVerdict:
-    """Judge the run that was killed and resumed after step `saved` beside one that was not: on CPUs the same bits;
-    kernels of GPUs add in an order of their own each time."""
+    """Judge a run that was killed and resumed after step `saved` beside one that was not: on CPUs
+    the same bits; GPU kernels add in varying order."""
     absolute = LAYOUT_TOLERANCE[True][1] if on_gpus else 0.0
     for here, there in zip(after, whole, strict=True):
         for name in COMPARED:

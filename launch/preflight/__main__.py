@@ -1,4 +1,5 @@
-"""python -m launch.preflight: checks this machine, or as one of several processes the nodes of a job."""
+"""python -m launch.preflight: checks this machine, or as one of several processes the nodes of a
+job."""
 
 import argparse
 import json
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # connections that are tried again are no news
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # retried connections are no news
 
 from launch.command_line import checked_config, parse, parser
 from launch.preflight import all_reduce, gpus, http, machine
@@ -33,8 +34,8 @@ ROLES = ("trainer", "server", "both")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1 where a node is not fit, and the last line says which, why, and the cure; 2 for
-    mistakes of the user."""
+    """Return the exit code: 0; 1 if a node is unfit (the last line has node, reason and cure); 2
+    for mistakes of the user."""
     arguments, overrides = parse(_parser(), argv)
     ends.begin(preflight_name(node_name()), ends.own_folder())
     try:
@@ -64,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     options_parser = parser("launch.preflight", "Check that this machine, or every node of a job, is fit for the run.")
     many = options_parser.add_argument_group("several nodes", "One process per node, all started at the same time.")
-    many.add_argument("--role", choices=ROLES, default="both", help="what this node will run (both)")
+    many.add_argument("--role", choices=ROLES, default="both", help="this node's role (both)")
     many.add_argument("--node-index", type=int, default=0, metavar="I", help="this node's number; 0 prints the table")
     many.add_argument("--num-nodes", type=int, default=1, metavar="N")
-    many.add_argument("--rendezvous", metavar="HOST:PORT", help="where node 0 listens for the others")
+    many.add_argument("--rendezvous", metavar="HOST:PORT", help="node 0's address for the others")
     many.add_argument("--node-names", type=_words, default=[], metavar="A,B,...", help="of all nodes, for messages")
     many.add_argument(
         "--server-hosts", type=_words, default=[], metavar="A,B,...", help="server nodes as the trainer calls them"
@@ -111,13 +112,14 @@ def _numbers(text: str) -> list[int]:
 
 def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.num_nodes > 1 and not arguments.rendezvous:
-        raise UserError(f"--num-nodes {arguments.num_nodes} needs --rendezvous HOST:PORT, where node 0 listens.")
+        raise UserError(f"--num-nodes {arguments.num_nodes} needs --rendezvous HOST:PORT, node 0's address.")
     if not 0 <= arguments.node_index < arguments.num_nodes:
         raise UserError(f"--node-index {arguments.node_index} is not below --num-nodes {arguments.num_nodes}.")
 
 
 class Preflight:
-    """The checks of one node, in step with the others': alone first, then those that need a network."""
+    """The checks of one node, in step with the others': first local ones, then those that need a
+    network."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.AllReduceRanks]) -> None:
         self._config = config
@@ -162,8 +164,8 @@ class Preflight:
         self._findings.append(NodeFinding(node or self._nodes.name, check, result.found, result.problem))
 
     def _gather(self, what: str) -> list[NodeFinding]:
-        own = [vars(finding) for finding in self._findings]
-        per_node = self._nodes.gather(what, own)
+        findings_here = [vars(finding) for finding in self._findings]
+        per_node = self._nodes.gather(what, findings_here)
         findings = [NodeFinding(**fields) for node in per_node for fields in node]
         checks = list(dict.fromkeys(finding.check for finding in findings))
         return sorted(findings, key=lambda finding: checks.index(finding.check))
@@ -173,18 +175,18 @@ class Preflight:
         nodes = self._nodes
         arguments = self._arguments
         shared = (arguments.shared or RunFolder.of(self._config.trainer).path).absolute()
-        own = {
+        facts = {
             "name": nodes.name,
             "role": arguments.role,
             "versions": machine.versions(),
             "gpus": gpus.are_expected(),
             "token": secrets.token_hex(4),
         }
-        per_node = nodes.meet(own)
+        per_node = nodes.meet(facts)
         nodes.names[:] = [node["name"] for node in per_node]
         self._trainers = [index for index, node in enumerate(per_node) if node["role"] != "server"]
         self._servers = [index for index, node in enumerate(per_node) if node["role"] != "trainer"]
-        # what a Slurm job's nodes read names the servers that the job starts in a file, as it would given ones
+        # in a Slurm job's config, a file names the started servers, as if they were given
         has_server_nodes = any(node["role"] == "server" for node in per_node)
         self._starts_servers = has_server_nodes or starts_servers(self._config)
         self._token = per_node[0]["token"]
@@ -208,7 +210,7 @@ class Preflight:
             )
 
     def _machine(self) -> None:
-        """Add what each node finds out alone, and with node 0's file."""
+        """Add the results of the local checks, and of those with node 0's file."""
         config = self._config
         arguments = self._arguments
         nodes = self._nodes
@@ -258,7 +260,8 @@ class Preflight:
         return self._config.actor_rollout_ref.rollout.server.host
 
     def _http(self) -> None:
-        """Let every trainer node fetch a page from every server node, at the servers' first port."""
+        """Let every trainer node fetch a page from every server node, at the servers' first
+        port."""
         nodes = self._nodes
         if not self._starts_servers:
             self._given_servers()
@@ -307,15 +310,17 @@ class Preflight:
         failed = {
             (trainer, int(server)): fault for trainer, faults in enumerate(per_node) for server, fault in faults.items()
         }
-        own = [f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)]
+        failures = [
+            f"{nodes.names[t]} -> {nodes.names[s]}: {f}" for (t, s), f in failed.items() if nodes.index in (t, s)
+        ]
         is_culprit = nodes.index in http.find_culprits(failed, self._trainers, self._servers)
         summary = f"{len(self._servers)} server node{'s' if len(self._servers) > 1 else ''} reached"
         if nodes.index in self._trainers or is_culprit:
             problem = (
-                f"HTTP fails ({'; '.join(own)}); look at its firewall, its name in DNS, and at "
+                f"HTTP fails ({'; '.join(failures)}); look at its firewall, its name in DNS, and at "
                 f"actor_rollout_ref.rollout.server.host = {self._host()}."
             )
-            self._add("HTTP", machine.Result("fails" if own else summary, problem if is_culprit else None))
+            self._add("HTTP", machine.Result("fails" if failures else summary, problem if is_culprit else None))
 
     def _given_servers(self) -> None:
         if self._nodes.index not in self._trainers or not uses_servers(self._config):
@@ -334,14 +339,14 @@ class Preflight:
 
 
 def _compare(per_node: Sequence[dict], index: int) -> machine.Result:
-    """Compare this node's versions with those of most nodes; of as many, node 0's."""
-    own = per_node[index]["versions"]
+    """Compare this node's versions with those of most nodes; in a tie, node 0's."""
+    versions = per_node[index]["versions"]
     wrong = []
-    for name, version in own.items():
+    for name, version in versions.items():
         usual = Counter(node["versions"][name] for node in per_node).most_common(1)[0][0]
         if version != usual:
             wrong.append(f"{name} {version}, the others {usual}")
-    summary = ", ".join(f"{name} {version}" for name, version in own.items())
+    summary = ", ".join(f"{name} {version}" for name, version in versions.items())
     cure = f"has {'; '.join(wrong)}; use one environment, or one image, on all nodes."
     return machine.Result(summary, cure if wrong else None)
 

@@ -1,5 +1,5 @@
-"""An all-reduce over the trainer's ranks, as training will do it: does it work, is it right, is it fast enough; and
-where it is not, which node is the culprit."""
+"""An all-reduce over the trainer's ranks, as in training: does it work, is it right, is it fast
+enough; and if not, on which node is the fault."""
 
 import multiprocessing
 import os
@@ -21,12 +21,12 @@ from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.signals import reset_signals
 
 FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
-"""Bus bandwidth (GB/s) below which a network is taken for broken: NCCL that fell back to a management network of
-10 Gb/s or less, gloo on one of 50 Mb/s. What a healthy fabric gives is more by far; --min-bandwidth sets it."""
+"""Bus bandwidth (GB/s) below which a network counts as broken: NCCL on a management network of 10
+Gb/s or less, gloo on one of 50 Mb/s. A healthy fabric is far above it; --min-bandwidth sets it."""
 
 NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
 SOCKETS = "Socket"
-"""NCCL's name of the network that it takes where it finds no other: TCP, by way of the processors."""
+"""NCCL's name of its fallback network: TCP, by way of the processors."""
 
 _NETWORK = re.compile(r"NCCL INFO (?:Using network (.+)|Assigned NET plugin (.+) to comm)\s*$", re.MULTILINE)
 _NUM_ROUNDS = 4  # the first joins the peers; the best of the others counts
@@ -36,7 +36,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class AllReduceTask:
-    """One rank's part of an all-reduce. key: of this all-reduce alone."""
+    """One rank's part of an all-reduce. key: unique to this all-reduce."""
 
     key: str
     address: tuple[str, int]
@@ -48,8 +48,9 @@ class AllReduceTask:
 
 
 class AllReduceRanks:
-    """This node's ranks for one all-reduce: processes, since one that hangs in a collective must be killed. They are
-    forked before this process has threads, and wait: so nobody imports torch again."""
+    """This node's ranks for one all-reduce: processes, since a rank that hangs in a collective must
+    be killed. They are forked before this process has threads, and wait, so that torch is imported
+    once."""
 
     def __init__(self, count: int) -> None:
         self.network = ""  # that NCCL took, once it has run
@@ -67,7 +68,7 @@ class AllReduceRanks:
         return len(self._ranks)
 
     def run(self, jobs: Sequence[AllReduceTask], nodes: PreflightNodes) -> float | str:
-        """Return the seconds of the all-reduce, or why it failed. Ends early where another node failed."""
+        """Return the seconds of the all-reduce, or the error. Ends early if another node failed."""
         for (_, connection), job in zip(self._ranks, jobs, strict=True):
             connection.send(job)
         failed = f"{jobs[0].key}/failed"
@@ -101,15 +102,21 @@ OTHERS = "given up, since another node failed"
 
 
 def num_fork_rounds(num_trainers: int) -> int:
-    """Return how many all-reduces may be needed: one, and where it is slow or fails, some between pairs of nodes."""
+    """Return the largest number of all-reduces: one, and if it is slow or fails, some between pairs
+    of nodes."""
     return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_trainers)))) if num_trainers > 2 else 0)
 
 
 def check(
     nodes: PreflightNodes, trainers: Sequence[int], rounds: Sequence[AllReduceRanks], backend: str, floor_gb_s: float
 ) -> Result:
-    """Measure the all-reduce over the trainer nodes, seen from this node; `Result.problem` on the culprits alone.
-    trainers: indices of the trainer nodes. rounds: this node's ranks for each all-reduce; on other nodes none."""
+    """Measure the all-reduce over the trainer nodes, seen from this node; only culprits get a
+    `Result.problem`.
+
+    Args:
+        trainers: indices of the trainer nodes.
+        rounds: this node's ranks for each all-reduce; [] on other nodes.
+    """
     probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
     world = probe.world(trainers)
     if nodes.index in trainers and world == 1:
@@ -129,8 +136,8 @@ def check(
         what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
     else:
         summary = "failed"
-        own = {index: error for index, error in failures.items() if error != OTHERS}
-        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(own.values())))})"
+        causes = {index: error for index, error in failures.items() if error != OTHERS}
+        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(causes.values())))})"
     culprits = probe.culprits(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
     if nodes.index not in culprits:
         return Result(summary if nodes.index in trainers else "")
@@ -138,7 +145,7 @@ def check(
 
 
 NO_FABRIC = (
-    "has no fabric that NCCL can use, which takes sockets (TCP) between the nodes; install libibverbs1 and "
+    "has no fabric that NCCL can use, so NCCL takes sockets (TCP) between the nodes; install libibverbs1 and "
     "ibverbs-providers (in a container too, with /dev/infiniband), or the plug-in of your fabric, or set "
     "NCCL_NET=Socket if there is none."
 )
@@ -150,7 +157,7 @@ def are_sockets_wanted(environment: Mapping[str, str]) -> bool:
 
 
 def network_of(log: str) -> str:
-    """Return the network (IB, Socket, or a plug-in's name) that NCCL names in what it logs; "" where it names none."""
+    """Return the network (IB, Socket, or a plug-in's name) in NCCL's log, or ""."""
     names = [first or second for first, second in _NETWORK.findall(log)]
     return SOCKETS if SOCKETS in names else names[-1] if names else ""
 
@@ -162,7 +169,7 @@ _CURES = {
 
 
 def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list[int]:
-    """Return which of two nodes is at fault: the one that failed by itself, or both."""
+    """Return the faulty nodes of two: the one that failed by itself, or both."""
     return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
 
 
@@ -173,8 +180,8 @@ def _where(culprits: Sequence[int], trainers: Sequence[int]) -> str:
 
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of a tournament (circle method): in each every one of `count` meets one other, with odd count but
-    one; in `count - 1` rounds (odd: `count`) everybody meets everybody."""
+    """Yield rounds of a tournament (circle method): in each every one of `count` meets one other,
+    with odd count but one; in `count - 1` rounds (odd: `count`) everybody meets everybody."""
     order = list(range(count + count % 2))
     for _ in range(len(order) - 1):
         pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)
@@ -183,8 +190,8 @@ def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def find_culprits(speeds: Mapping[tuple[int, int], float], floor: float) -> list[int]:
-    """Return the nodes that are below the floor with every partner; all of them where a pair is slow and nobody stands
-    out. speeds: of pairs of nodes, 0 where the all-reduce failed."""
+    """Return the nodes that are below the floor with every partner; if a pair is slow and none
+    stands out, all of them. speeds: of pairs of nodes, 0 for a failed all-reduce."""
     best: dict[int, float] = {}
     for pair, speed in speeds.items():
         for node in pair:
@@ -216,13 +223,14 @@ class _Probe:
             ranks.end()
 
     def gb_s(self, members: Sequence[int], seconds: float) -> float:
-        """Return the bus bandwidth: what a link must carry for this, whatever the number of ranks (nccl-tests,
+        """Return the bus bandwidth: a link's load, independent of the number of ranks (nccl-tests,
         PERFORMANCE.md)."""
         world = self.world(members)
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
     def culprits(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
-        """Return the nodes at fault, found by all-reduces between pairs of trainer nodes, many pairs at a time.
+        """Return the nodes at fault, found by all-reduces between pairs of trainer nodes, many
+        pairs at a time.
 
         The call is collective over all nodes.
         """
@@ -239,7 +247,7 @@ class _Probe:
         return find_culprits(speeds, floor)
 
 
-# ------------------------------------------------------------------------------------------------------ in the ranks
+# ------------------------------------------------------------------------------------- in the ranks
 
 
 def _receive(process: Any, connection: Connection) -> tuple[float, str] | str:
@@ -258,7 +266,8 @@ def _serve(connection: Connection, parent: int) -> None:
     try:
         answer = _all_reduce(job)
     except Exception as error:
-        text = re.sub(r"\[enforce fail at [^]]*] ", "", " ".join(str(error).split()))  # gloo's place in its source
+        # gloo's place in its source
+        text = re.sub(r"\[enforce fail at [^]]*] ", "", " ".join(str(error).split()))
         answer = text[:200] or type(error).__name__
     connection.send(answer)
     os._exit(0)  # leaving a group may hang
@@ -268,14 +277,15 @@ def _all_reduce(job: AllReduceTask) -> tuple[float, str]:
     """Return the seconds of one all-reduce, the best of several, and the network that NCCL took."""
     if job.backend != "nccl":
         return _seconds(job), ""
-    asked = os.environ.get("NCCL_DEBUG"), os.environ.get("NCCL_DEBUG_FILE")
+    settings = os.environ.get("NCCL_DEBUG"), os.environ.get("NCCL_DEBUG_FILE")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "nccl.log")
-        if not asked[1]:  # a file of the user's own stays; NCCL reads this once, at its first use in this process
+        if not settings[1]:
+            # a file of the user's own stays; NCCL reads this once, at its first use in this process
             os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(file)}
         seconds = _seconds(job)
         log = file.read_text(errors="replace") if file.exists() else ""
-    if asked[0] and log:
+    if settings[0] and log:
         print(log, file=sys.stderr, flush=True)
     return seconds, network_of(log) or "network unknown"
 

@@ -1,7 +1,8 @@
-"""python -m launch.preflight.gpu_probe NUM: computes something on each of the first NUM GPUs, and imports Transformer
-Engine, of which its last line tells as JSON.
+"""python -m launch.preflight.gpu_probe NUM: computes something on each of the first NUM GPUs, and
+imports Transformer Engine, which its last line describes as JSON.
 
-A process of its own: CUDA, once it was used, can neither be forked nor given back, and a broken GPU may never answer.
+A separate process: a used CUDA can neither be forked nor given back, and a broken GPU may never
+answer.
 """
 
 import json
@@ -15,7 +16,8 @@ from megatron_dapo.platform import transformer_engine
 
 def main(num_gpus: int) -> int:
     """Return the exit code: 0, or 1 after one line per GPU that fails."""
-    set_rank_defaults(os.environ)  # before torch is imported, as in a rank: they decide which cuDNN there is
+    # before torch is imported, like a rank: they decide the version of cuDNN
+    set_rank_defaults(os.environ)
     faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := fault_of(index))]
     print("\n".join(faults), flush=True)
     if faults:

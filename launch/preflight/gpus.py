@@ -1,4 +1,5 @@
-"""The GPUs of a node: as many as the config needs, and healthy by what the driver's library (NVML) tells."""
+"""The GPUs of a node: the number that the config needs, and their health according to the driver's
+library (NVML)."""
 
 import json
 import os
@@ -20,16 +21,18 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.transformer_engine import EngineHere
 
 NVML_PACKAGE = "nvidia-ml-py"
-CUDA_13_DRIVER = 580  # the first whose CUDA is 13; older ones need NVIDIA's compatibility package beside them
+# the first with CUDA 13; older ones need NVIDIA's compatibility package beside them
+CUDA_13_DRIVER = 580
 _COMPILE_S = 60.0
 _PROBE_S = 90.0  # the other nodes wait for the checks of this one
 _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
 def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
-    """Return the number of GPUs that a node of this role uses: trainer, server (it is there to start some), or both.
+    """Return the number of GPUs for a node's role: trainer, server (for one that starts servers),
+    or both.
 
-    has_reward_model: a server node serves it too; one of both does where the config says so.
+    has_reward_model: whether a server node serves it too; for the role `both` the config decides.
     """
     count = config.trainer.n_procs_per_node if role != "server" else 0
     if role == "server" or (role == "both" and starts_servers(config)):
@@ -40,8 +43,8 @@ def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
 
 
 def are_expected() -> bool:
-    """Return whether this is a run on GPUs: torch can use them, and the machine or the scheduler says that there are
-    some."""
+    """Return whether this is a run on GPUs: torch can use them, and the machine or the scheduler
+    says that there are some."""
     import torch
 
     if torch.version.cuda is None:
@@ -56,7 +59,7 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
     if torch.version.cuda is None and os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
         return Result(
             f"torch {torch.__version__}",
-            "Slurm gives it GPUs, and its torch knows the CPU alone; run make setup PLATFORM=cuda in this folder.",
+            "Slurm gives it GPUs, but its torch is built for CPUs only; run make setup PLATFORM=cuda in this folder.",
         )
     if not are_expected():
         return Result("none expected: torch runs on the CPU here")
@@ -93,8 +96,8 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
 
 
 def engine_fault(config: Config, engine: EngineHere) -> str | None:
-    """Return what is wrong with Transformer Engine on a node that trains. Where it is not installed, a config that
-    needs it is refused before."""
+    """Return the fault of Transformer Engine on a training node. If it is not installed, a config
+    that needs it was refused before."""
     fault = engine.fault()
     if fault is None or config.actor_rollout_ref.actor.megatron.use_transformer_engine == "off":
         return None
@@ -102,9 +105,9 @@ def engine_fault(config: Config, engine: EngineHere) -> str | None:
 
 
 def probe(count: int, driver: str, timeout_s: float = _PROBE_S) -> EngineHere | str:
-    """Return the Transformer Engine of this node, or what keeps torch from computing on the first `count` GPUs, with
-    the cure. The driver's library counts GPUs, and calls them healthy, that a driver too old for torch's CUDA cannot
-    use."""
+    """Return this node's Transformer Engine, or why torch cannot compute on the first `count` GPUs,
+    with the cure. The driver's library calls GPUs healthy even if the driver is too old for torch's
+    CUDA."""
     command = [sys.executable, "-m", "launch.preflight.gpu_probe", str(count)]
     cure = "look at `nvidia-smi` and `dmesg`, or take the node out of the job."
     number = driver.partition(".")[0]
@@ -122,11 +125,13 @@ def probe(count: int, driver: str, timeout_s: float = _PROBE_S) -> EngineHere | 
 
 
 def compiler(uses_gpus: bool) -> Result:
-    """Return whether a C program with Python's headers compiles here. Triton compiles one at its first kernel on a
-    machine; where it cannot, the fused log-prob head switches itself off, and the servers do not start."""
+    """Return whether a C program with Python's headers compiles here. Triton compiles one at its
+    first kernel on a machine; if that fails, the fused log-prob head switches itself off, and the
+    servers do not start."""
     if not uses_gpus:
         return Result("none needed: torch runs on the CPU here")
-    command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # Triton's choice
+    # Triton's choice
+    command = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     needs = "Triton's kernels need a C compiler and Python's headers"
     if command is None:
         return Result("none", f"has no C compiler: {needs}; install gcc, or set CC.")
@@ -152,8 +157,8 @@ _CUDA_PROBE = "#include <concepts>\n#include <cuda_runtime.h>\n__global__ void p
 
 
 def cuda_compiler() -> Result:
-    """Return whether a CUDA program compiles and links here, with the nvcc that SGLang takes: a server on GPUs compiles
-    some of its kernels when it starts, and ends where it cannot."""
+    """Return whether a CUDA program compiles and links here with SGLang's nvcc: a server on GPUs
+    compiles some of its kernels at its start, and ends if that fails."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc_on_path = None if home else shutil.which("nvcc")
     nvcc = Path(nvcc_on_path or Path(home or "/usr/local/cuda", "bin", "nvcc"))
@@ -174,7 +179,8 @@ def cuda_compiler() -> Result:
     if done.returncode == 0:
         return Result(str(nvcc))
     lines = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()]
-    words = (line for line in lines if "error" in line or "cannot find" in line)  # the linker says the latter
+    # the linker says the latter
+    words = (line for line in lines if "error" in line or "cannot find" in line)
     why = next(words, f"exit code {done.returncode}")
     return Result(
         "fails", f"{nvcc} does not compile C++20 ({why}): {needs}; mend it (g++ 10 or newer, its libcudart), or {cure}"
@@ -184,7 +190,8 @@ def cuda_compiler() -> Result:
 def _scheme() -> str:
     """Return the name of the installation scheme whose folder of headers holds Python's headers.
 
-    Debian's own Python names a scheme whose folder of headers is empty; Triton does not use that scheme either.
+    Debian's own Python names a scheme with an empty folder of headers; Triton does not use that
+    scheme either.
     """
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
@@ -202,7 +209,7 @@ def _gpu_faults(nvml: Any, gpu: str) -> list[str]:
 
 
 def faults_of(nvml: Any, handle: Any) -> Iterator[str]:
-    """Yield what is wrong with one GPU. A question that this GPU does not know is no fault."""
+    """Yield the faults of one GPU. Queries that this GPU does not support are no fault."""
 
     def ask(question: str, *arguments: Any) -> Any:
         try:
@@ -224,7 +231,7 @@ def faults_of(nvml: Any, handle: Any) -> Iterator[str]:
     memory = ask("nvmlDeviceGetMemoryInfo")
     if memory is not None and not processes and memory.free < _FREE_SHARE * memory.total:
         used = format_bytes(memory.total - memory.free, digits=0)
-        yield f"has {used} in use by a process that is not seen from here (find it with `nvidia-smi`)"
+        yield f"has {used} in use by a process that is invisible here (find it with `nvidia-smi`)"
     reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0
     if reasons & nvml.nvmlClocksThrottleReasonHwThermalSlowdown:
         yield "is slowed down for its temperature (look at the cooling)"

@@ -14,7 +14,7 @@ class Listener:
     """Answers every GET with the token, until it is closed."""
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        """Listen at the host and the port. Port 0 means a free one. Raise OSError where this cannot listen."""
+        """Listen at the host and the port. Port 0 means a free one. Raise OSError on failure."""
         self._server = ThreadingHTTPServer((host, port), _handler(token))
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
@@ -38,8 +38,9 @@ def _handler(token: str) -> type[BaseHTTPRequestHandler]:
 
 
 def fault(url: str, token: str | None, key: str | None = None, timeout_s: float = PATIENCE_S) -> str | None:
-    """Return why a GET of `url` does not answer with the token (None: whatever it says, but that it wants another key);
-    none where it does. Goes through no proxy, as the controller's own requests do not."""
+    """Return why a GET of `url` does not answer with the token, or None. token None: any answer is
+    good, unless it demands another key. Goes through no proxy, like the controller's own requests.
+    """
     try:
         answer = http_get(url, key_header(key), timeout_s)
     except OSError as error:
@@ -50,8 +51,8 @@ def fault(url: str, token: str | None, key: str | None = None, timeout_s: float 
 
 
 def find_culprits(failed: Collection[tuple[int, int]], trainers: Collection[int], servers: Collection[int]) -> set[int]:
-    """Return the culprits of (trainer, server) pairs that failed: a server that no trainer reaches, and for what
-    else failed, the trainer."""
+    """Return the culprits of failed (trainer, server) pairs: servers that no trainer reaches, and
+    for the other pairs the trainer."""
     unreached = {server for server in servers if all((trainer, server) in failed for trainer in trainers)}
     if len(servers) > 1 and unreached == set(servers) and len(trainers) == 1:
         return set(trainers)  # it reaches none of several

@@ -1,4 +1,4 @@
-"""What a node finds out about itself: GPUs, versions, files, disk, limits, ports, the shared folder."""
+"""A node's local checks: GPUs, versions, files, disk, limits, ports, the shared folder."""
 
 import importlib.metadata
 import platform
@@ -37,7 +37,7 @@ _SHARED_S = 30.0  # a network file system may show a new file late
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found here, short; problem: what is wrong and the cure, one sentence."""
+    """The short finding of a check. problem: the fault and the cure, one sentence."""
 
     found: str
     problem: str | None = None
@@ -60,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def _revision() -> str:
-    # another user may own the checkout, which git refuses to read otherwise
+    # another user may own the checkout, which git would then refuse to read
     command = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
@@ -69,15 +69,17 @@ def _revision() -> str:
     return done.stdout.strip() or _version("megatron_dapo")
 
 
-# ------------------------------------------------------------------------------------------------------------- disk
+# --------------------------------------------------------------------------------------------- disk
 
 
 def checkpoints_bytes(config: Config) -> tuple[int, int]:
-    """Return (bytes of one checkpoint, how many are on the disk at once), with the one that is being written."""
+    """Return (bytes of one checkpoint, the most on the disk at once), with the one being
+    written."""
     spec = read_model_spec(config.actor_rollout_ref.model.path)
     trainer = config.trainer
     width = dtype_bytes(config)
-    # weights, Adam's moments and, of a half-precision model, its float32 weights; see docs/checkpoints.md
+    # weights, Adam's moments and, of a half-precision model, its float32 weights; see
+    # docs/checkpoints.md
     per_parameter = (
         width + moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
     )
@@ -90,7 +92,7 @@ def checkpoints_bytes(config: Config) -> tuple[int, int]:
 
 
 def disk(config: Config, folder: Path) -> Result:
-    """Check the room for checkpoints and logs of the run in `folder`, which may not be there yet."""
+    """Check the room for checkpoints and logs of the run in `folder`, which may not exist yet."""
     one, count = checkpoints_bytes(config)
     there = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
     needed = max(0, one * count - there) + LOG_BYTES
@@ -145,15 +147,17 @@ def files(config: Config) -> Result:
 
 
 def runs_programs(config: Config) -> bool:
-    """Return whether the rewards run programs of the model: for all prompts, or for those of some data sources."""
+    """Return whether the rewards run programs of the model: for all prompts, or for some data
+    sources."""
     if config.reward.function != BY_DATA_SOURCE:
         return config.reward.function == _PROGRAMS
     sources = {config.data.data_source}
     for file in (*config.data.train_files, *config.data.val_files):
-        with suppress(UserError):  # the run says what is wrong with its files, and a parquet file may have no sources
+        with suppress(UserError):
+            # the run reports faults of its files, and a parquet file may have no sources
             sources |= {str(row.get("data_source")) for _, row in read_rows(Path(file), ("data_source",))}
     for source in sources:
-        with suppress(UserError):  # nor are unknown ones told here
+        with suppress(UserError):  # unknown ones are not reported here either
             if function_name(BY_DATA_SOURCE, source) == _PROGRAMS:
                 return True
     return False
@@ -168,11 +172,12 @@ def sandbox(config: Config) -> Result:
         return Result("none, as reward.allow_unsandboxed says", None if allowed else error.sentences[0])
 
 
-# ----------------------------------------------------------------------------------------------------- shared folder
+# ------------------------------------------------------------------------------------ shared folder
 
 
 class SharedFolder:
-    """A folder that all nodes must see and write: node 0 writes a token, the others read it and add a file each."""
+    """A folder that all nodes must see and write: node 0 writes a token, the others read it and add
+    a file each."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder.absolute()
@@ -180,13 +185,14 @@ class SharedFolder:
         self._is_new = not self.folder.exists()
 
     def write(self) -> str | None:
-        """Do node 0's part, which comes first: write its file. Return the problem, if there is one."""
+        """Do node 0's part, which comes first: write its file. Return the problem, or None."""
         return self._add(0)
 
     def check(self, index: int, first: str) -> Result:
         """Check that this node sees node 0's file, and that it can add its own.
 
-        The check waits a while (`_SHARED_S` seconds) for node 0's file. `first` is the name of node 0.
+        The check waits a while (`_SHARED_S` seconds) for node 0's file. `first` is the name of node
+        0.
         """
         first_file = self._file(0)
         deadline = time.monotonic() + _SHARED_S
@@ -195,14 +201,15 @@ class SharedFolder:
                 return Result(
                     "not shared",
                     f"does not see {first_file}, which {first} wrote {_SHARED_S:g} s ago; the run folder must be on "
-                    "storage that all nodes mount at the same path (and inside the container).",
+                    "storage mounted at the same path on all nodes (and inside the container).",
                 )
             time.sleep(0.1)
         problem = self._add(index)
         return Result(str(self.folder), problem)
 
     def clean(self) -> None:
-        """Do node 0's part, which comes last: remove the files, and the folder where it is new and empty."""
+        """Do node 0's part, which comes last: remove the files, and the folder if it is new and
+        empty."""
         for file in self.folder.glob(f".preflight-{self._token}-*"):
             file.unlink(missing_ok=True)
         if self._is_new and not any(self.folder.iterdir()):
@@ -226,12 +233,12 @@ class SharedFolder:
         return None
 
 
-# ----------------------------------------------------------------------------------------------------- limits, ports
+# ------------------------------------------------------------------------------------ limits, ports
 
 
 def open_files_needed(config: Config) -> int:
-    """Return the number of connections to servers (two files each in the controller, at its peak), and the libraries'
-    own."""
+    """Return the number of connections to servers (two files each in the controller, at its peak),
+    and the libraries' own."""
     rollout = config.actor_rollout_ref.rollout
     num_servers = len(rollout.server_urls) or rollout.server.num_servers
     return 512 + 2 * rollout.max_concurrency * num_servers
@@ -267,7 +274,7 @@ def ports(host: str, numbers: Sequence[int]) -> Result:
         except OSError as error:
             return Result(
                 f"{number} is taken",
-                f"port {number} of {host} cannot be used ({error.strerror}{_holder(number)}); end what holds it, or "
+                f"port {number} of {host} cannot be used ({error.strerror}{_holder(number)}); end its user, or "
                 "choose other ports.",
             )
     return Result(f"{_spans(numbers)} free" if numbers else "chosen at start")
@@ -281,7 +288,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _holder(port: int) -> str:
-    """Return who listens there, where the system tells us."""
+    """Return a port's listener, if the system shows it."""
     try:
         for connection in psutil.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

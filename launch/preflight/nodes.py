@@ -1,4 +1,5 @@
-"""The nodes of a preflight: they meet at a TCPStore on node 0; every wait has a deadline and names who is missing."""
+"""The nodes of a preflight: they meet at a TCPStore on node 0; every wait has a deadline and names
+who is missing."""
 
 import json
 import time
@@ -17,7 +18,8 @@ _LEAVE_S = 15.0  # node 0 holds the store until the others have read the verdict
 
 @dataclass(frozen=True)
 class NodeFinding:
-    """What a check found on one node. problem: what is wrong and the cure, one sentence; none = all is well."""
+    """A check's finding on one node. problem: the fault and the cure, one sentence; None: no
+    fault."""
 
     node: str
     check: str
@@ -26,7 +28,8 @@ class NodeFinding:
 
 
 class PreflightError(Exception):
-    """A check that cannot be carried through: a node is missing, or failed in the middle. node: the culprit."""
+    """A check that cannot be carried through: a node is missing, or failed in the middle. node: the
+    culprit."""
 
     def __init__(self, node: str, problem: str) -> None:
         super().__init__(f"{node}: {problem}")
@@ -35,7 +38,7 @@ class PreflightError(Exception):
 
 
 class PreflightNodes:
-    """This node among the others. names: of all, in the order of their indices; guessed until they have told them."""
+    """This node among the others. names: of all, by index; guessed until they are exchanged."""
 
     def __init__(
         self,
@@ -46,10 +49,16 @@ class PreflightNodes:
         timeout_s: float,
         meeting_timeout_s: float | None = None,
     ) -> None:
-        """Join the others. rendezvous: HOST:PORT of node 0; none = a single node. timeout_s: of every wait, but for the
-        first one, which nodes may reach at different times: meeting_timeout_s (None: timeout_s as well).
+        """Join the others.
 
-        Raises PreflightError where node 0 is not reached, or cannot listen.
+        Args:
+            rendezvous: HOST:PORT of node 0; None: a single node.
+            timeout_s: of every wait but the first.
+            meeting_timeout_s: of the first wait, which nodes may reach at different times; None:
+                timeout_s.
+
+        Raises:
+            PreflightError: if node 0 is not reached, or cannot listen.
         """
         self.index = index
         self.name = name
@@ -71,8 +80,8 @@ class PreflightNodes:
         return self.gather("the meeting", value, self._meeting_timeout_s)
 
     def gather(self, what: str, value: Any, timeout_s: float | None = None) -> list:
-        """Return what every node brings to `what`, in order. JSON-able. Raises PreflightError naming who did not come,
-        or what another node reported to have failed, and that at once."""
+        """Return every node's value for `what`, in order; JSON-able. Raises PreflightError, naming
+        absent nodes, or at once if another node reported a failure."""
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self.store.set(f"{what}/{self.index}", json.dumps(value))
         keys = [f"{what}/{index}" for index in range(self.count)]
@@ -94,7 +103,7 @@ class PreflightNodes:
     def leave(self) -> None:
         """Tell the other nodes that this one leaves; node 0 goes last.
 
-        Nothing is raised here, because the verdict is already known.
+        Raises nothing, because the verdict is already known.
         """
         try:
             self.store.set(f"left/{self.index}", "1")

@@ -1,1 +1,2 @@
-"""What slurm/body.sh asks: who does what on which node, with which ports and commands, and how the job ended."""
+"""The plan and outcome of a Slurm job for slurm/body.sh: roles, nodes, ports, commands, and how the
+job ended."""

@@ -1,4 +1,5 @@
-"""python -m launch.slurm COMMAND: the questions that slurm/body.sh asks. None of them runs a command of Slurm."""
+"""python -m launch.slurm COMMAND: the questions that slurm/body.sh asks. None of them runs a
+command of Slurm."""
 
 import argparse
 import os
@@ -66,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan_command(argv: list[str]) -> int:
-    """Make the plan. The last line on standard output is the folder that holds plan.sh, or why there is no plan."""
+    """Make the plan. The last line on standard output is the folder that holds plan.sh, or why
+    there is no plan."""
     options_parser = parser(
         "launch.slurm plan", "Plan a Slurm job: roles, ports, commands; write the folder of the attempt."
     )
@@ -100,7 +102,8 @@ def plan_command(argv: list[str]) -> int:
         first_look(config)
     except UserError as error:
         print(error.report(), file=sys.stderr, flush=True)
-        stream = sys.stdout if arguments.nodes else sys.stderr  # srun adds words of its own to the latter
+        # srun adds its own messages to the latter
+        stream = sys.stdout if arguments.nodes else sys.stderr
         print(f"FAILED ({USER_ERROR_EXIT_CODE}): {error.sentences[0]}", file=stream, flush=True)
         return USER_ERROR_EXIT_CODE
     processes = costs.whole_plan(config)
@@ -110,7 +113,8 @@ def plan_command(argv: list[str]) -> int:
 
 
 def write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
-    """Write the attempt's folder, logs/latest, and the list of servers, from which the last attempt's may be gone."""
+    """Write the attempt's folder, logs/latest, and a list of servers without those of an earlier
+    attempt."""
     write_whole(plan.config_file, to_yaml(config))
     write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{processes}\n")
     plan.write()
@@ -135,7 +139,7 @@ def show_plan(config: Config, arguments: argparse.Namespace) -> None:
 
 
 def wait_command(arguments: argparse.Namespace) -> int:
-    ignore_signals([signal.SIGTERM])  # in a step of its own: Slurm's, before it takes the nodes
+    ignore_signals([signal.SIGTERM])  # in its own step: Slurm's signal before it takes the nodes
     fault = wait_for_servers(arguments.plan)
     if fault:
         print(fault, flush=True)

@@ -1,4 +1,4 @@
-"""What the plan says of a Slurm job's time: how many jobs the run takes, and how often one may be requeued."""
+"""The planned time of a Slurm job: the number of jobs for the run, and the allowed requeues."""
 
 import argparse
 from dataclasses import dataclass
@@ -19,17 +19,19 @@ from megatron_dapo.config.schema.config import Config
 
 @dataclass(frozen=True)
 class JobCost:
-    """run: the planned time; none where the plan knows nothing of it. max_restarts: MAX_RESTARTS, or what the plan asks
-    for and LEAST_RESTARTS at least. planned: what it asks for."""
+    """The planned time of a job."""
 
     limit: JobLimit
     run: RunTime | None
+    """None if the plan does not cover the run."""
     max_restarts: int
+    """MAX_RESTARTS, or the planned number, at least LEAST_RESTARTS."""
     planned: int | None
+    """Requeues that the plan calls for."""
 
     @classmethod
     def of(cls, config: Config, arguments: argparse.Namespace, time_limit_s: float | None) -> "JobCost":
-        """Raise UserError where --time-limit is none. time_limit_s: Slurm's own; none = not known."""
+        """Raise UserError for an invalid --time-limit. time_limit_s: Slurm's own; None: unknown."""
         usual = JobLimit()
         if time_limit_s is None:
             time_limit_s = limit_seconds(arguments.time_limit, "TIME_LIMIT") if arguments.time_limit else usual.limit_s
@@ -42,6 +44,7 @@ class JobCost:
         return cls(limit, run, allowed, planned)
 
     def whole_plan(self, config: Config) -> str:
-        """Return the process plan, the run's time, and a sentence where too few restarts are allowed."""
+        """Return the process plan, the run's time, and a warning if too few restarts are
+        allowed."""
         line = restarts_line(self.max_restarts, self.planned)
         return "\n".join([whole_plan(config, self.run, self.limit), *(labelled("", [line]) if line else [])])

@@ -1,5 +1,5 @@
-"""A role's task on one node: interface, limits and cache folders of this node, then the role's program, then how it
-ended, in a file that the others see."""
+"""A role's task on one node: interface, limits and cache folders of this node, then the role's
+program, then how it ended, in a file that the others see."""
 
 import os
 import resource
@@ -26,16 +26,17 @@ CANCELLED = "cancelled"  # a file in the attempt's folder of logs
 # compiled code: thousands of small files that every process of the node reads
 _CACHES = (
     *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
-    *("FLASHINFER_WORKSPACE_BASE", "SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR"),  # else below ~, built under a lock
+    # else below ~, built under a lock
+    *("FLASHINFER_WORKSPACE_BASE", "SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR"),
 )
 _POLL_INTERVAL_S = 0.5
-_CANCEL_GRACE_S = 10.0  # Slurm's KillWait, after which it kills, is 30 as it comes
-_LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it tells which one failed
+_CANCEL_GRACE_S = 10.0  # Slurm's KillWait, after which it kills, is 30 by default
+_LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it names the failed one
 
 
 def run(plan: JobPlan, role: str) -> int:
-    """Return the exit code: the program's; but 0 where the trainer was asked to stop and saved (85): Slurm would end
-    the others, which may still be at it, for any other code."""
+    """Return the program's exit code; but 0 for a trainer that was asked to stop and saved (85): on
+    any other code Slurm would end the others, which may still be saving."""
     node = node_name()
     orders = Orders(Path(plan.logs), role, node)
     try:
@@ -53,7 +54,7 @@ def run(plan: JobPlan, role: str) -> int:
 
 
 def start(plan: JobPlan, role: str, node: str) -> subprocess.Popen:
-    """Start the role's program. Raises UserError where this node is not fit for it."""
+    """Start the role's program. Raises UserError if this node is unfit for it."""
     peers = [name for name in plan.nodes if name != node]
     interface = interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
@@ -63,14 +64,17 @@ def start(plan: JobPlan, role: str, node: str) -> subprocess.Popen:
         plan.command(role, node),
         env=environment | plan.ends.variables(),
         start_new_session=True,
-        # Slurm ends all of a task's processes where it keeps them in cgroups; elsewhere the task alone
+        # with cgroups Slurm ends all of a task's processes; otherwise only the task
         preexec_fn=partial(end_with_parent, os.getpid()),
     )
 
 
 def wait_for_peers(plan: JobPlan, role: str, orders: "Orders") -> None:
-    """Wait until the role has ended on all nodes: Slurm ends the others at once when the task of one fails, and the
-    first to fail may be one that lost a peer, which has not told yet what it died of."""
+    """Wait until the role has ended on all nodes.
+
+    Slurm ends the others as soon as one task fails. The first to fail may have lost a peer that has
+    not reported its error yet.
+    """
     deadline = time.monotonic() + _LAST_WORDS_S
     while len(ends(plan, role)) < len(plan.of_role(role)) and time.monotonic() < deadline:
         if orders.is_to_end():
@@ -79,13 +83,14 @@ def wait_for_peers(plan: JobPlan, role: str, orders: "Orders") -> None:
 
 
 class Orders:
-    """Signals to the task, and what they mean for its program, which does not get them: it has a session of its own,
-    and of a job in cgroups Slurm signals the task alone.
+    """Signals to the task, and their meaning for its program.
 
-    SIGINT is the job's script's: the program is asked to end. SIGTERM is Slurm's, before it takes the nodes, and so is
-    what a user sends to the steps: the servers are needed until the trainer has saved. So the trainer's task asks the
-    script for that (a file `asked-NODE`), and the program goes on until the script, which knows the job's state, has
-    said that the job was cancelled (the file `cancelled`), or sends SIGINT.
+    The program does not get them: it has its own session, and with cgroups Slurm signals only the
+    task. SIGINT comes from the job's script, and asks the program to end. SIGTERM comes from Slurm,
+    before it takes the nodes, or from a user: but the servers are needed until the trainer has
+    saved. So the trainer's task passes the request to the script (a file `asked-NODE`). The program
+    continues until the script, which knows the job's state, reports the job as cancelled (the file
+    `cancelled`), or sends SIGINT.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -106,7 +111,8 @@ class Orders:
                     program.terminate()
                     asked_at = time.monotonic()
                 elif asked_at is not None and self._is_cancelled() and time.monotonic() - asked_at > _CANCEL_GRACE_S:
-                    kill_all(program.pid)  # a trainer that waits for servers which are gone; Slurm kills the task alone
+                    # a trainer may wait for dead servers; Slurm kills only the task
+                    kill_all(program.pid)
             self._ask()
         return code
 
@@ -117,7 +123,7 @@ class Orders:
         return bool(self._received) and self._cancelled.exists()
 
     def _ask(self) -> None:
-        """Tell the script, if Slurm has told this task to end."""
+        """Tell the script that Slurm asked this task to end, if it did."""
         order = next((number for number in self._received if number != signal.SIGINT), None)
         if order is None or self._asked is None:
             return
@@ -142,33 +148,33 @@ def kill_all(pid: int) -> None:
 
 
 def ends(plan: JobPlan, role: str) -> dict[str, End]:
-    """Return node -> how a role's program ended there, of the nodes on which it has ended."""
+    """Return node -> end of a role's program, for nodes on which it has ended."""
     by_node = {node: plan.ends.read(task_name(role, node)) for node in plan.of_role(role)}
     return {node: end for node, end in by_node.items() if end is not None}
 
 
 def node_environment(inherited: Mapping[str, str], interface: str | None, caches: Path) -> dict[str, str]:
-    """Return the program's environment; what it inherits from the user stays, except for what COMMON sets."""
+    """Return the program's environment: the user's, with COMMON's values on top."""
     environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     environment |= {name: str(caches / name.lower()) for name in _CACHES}
-    if interface:  # of NCCL's sockets and its bootstrap; which InfiniBand adapters there are, NCCL finds out
+    if interface:  # for NCCL's sockets and its bootstrap; NCCL finds InfiniBand adapters itself
         environment |= {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     return environment | dict(inherited) | COMMON
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface from which a host is reached; None where that cannot be told."""
+    """Return the network interface towards a host, or None if unknown."""
     import psutil
 
     try:
         address = local_address_towards(host)
     except OSError:
-        return None  # the preflight says what is wrong with this name
+        return None  # the preflight reports the wrong name
     return interface_of(address, {name: [a.address for a in all_] for name, all_ in psutil.net_if_addrs().items()})
 
 
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the name of the interface that has the address, or None where no interface has it.
+    """Return the name of the interface with this address, or None.
 
     IPv6 addresses are listed with their scope (fe80::1%eth0).
     """

@@ -1,4 +1,4 @@
-"""Whether Slurm's notice before the time limit is long enough for what a run still does once it is asked to save."""
+"""Compares Slurm's notice before the time limit with the time that a run needs to save."""
 
 from megatron_dapo.checks.flops import TRAINING_PASSES, forward_flops
 from megatron_dapo.checks.hardware import HARDWARE
@@ -16,14 +16,14 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.schema.config import Config
 
 _FLOPS = 0.3 * HARDWARE["h100"].flops  # of a GPU: 30 % of its bfloat16 peak
-_SAVE_S = 600.0  # the last checkpoint, which is waited for, on slow storage
+_SAVE_S = 600.0  # waiting for the last checkpoint, on slow storage
 
 
 def rest_of_a_step(config: Config) -> float | None:
-    """Return how many seconds a step and its save still take, at most, after a stop is asked for.
+    """Return the longest time of a step and its save after a request to stop, in seconds.
 
-    Sampling ends when a stop is asked for, but the update does not. The step is one whose samples have full length.
-    Return None where the model's sizes are not on this machine.
+    Sampling ends at once, but the update does not. The step has samples of full length. None if the
+    model's sizes are not on this machine.
     """
     specs = read_model_specs(config)
     if specs is None:
@@ -40,16 +40,17 @@ def rest_of_a_step(config: Config) -> float | None:
 
 
 def notice_line(config: Config, notice_s: int | None) -> str | None:
-    """Return the line of the plan that compares Slurm's notice with the time that the run needs.
+    """Return the plan's line that compares Slurm's notice with the time that the run needs, or None
+    if either is unknown.
 
-    `notice_s` is how many seconds before the time limit Slurm tells the script; it is None where that is not known.
-    Return None where one of the two times is not known.
+    Args:
+        notice_s: seconds before the time limit at which Slurm signals the script; None: unknown.
     """
     needed_s = rest_of_a_step(config)
     if notice_s is None or needed_s is None:
         return None
     needed = f"update and save of a step of longest samples: about {needed_s:.0f} s on GPUs like H100"
-    if config.trainer.test_freq > 0:  # how long answers get, nobody knows before
+    if config.trainer.test_freq > 0:  # the answers' length is unknown before
         needed += ", besides the evaluation that follows a step (trainer.test_freq)"
     if notice_s >= needed_s:
         return f"{notice_s} s before the time limit; {needed}"

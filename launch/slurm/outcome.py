@@ -1,7 +1,8 @@
-"""How an attempt ended: exit code of the job, the last line of its log, and whether it is to be requeued.
+"""How an attempt ended: exit code of the job, the last line of its log, and whether it is to be
+requeued.
 
-All of it is read off the records that the processes wrote (`common.ends`); a log is read for a process that was ended
-before it could write one.
+All of it is read off the records that the processes wrote (`common.ends`); a log is read for a
+process that was ended before it could write one.
 """
 
 import re
@@ -27,26 +28,30 @@ NOT_REQUEUED = 13
 FAILURES = {PREFLIGHT: PREFLIGHT_FAILED, SERVERS: SERVERS_FAILED, TRAINER: TRAINER_FAILED}
 MAX_LINE = 600
 PREEMPTED = "TERM"
-"""What a job that still runs is asked by when others get its nodes: it may not have had the time to gain anything."""
+"""Slurm's signal to a running job that is preempted: it may have had no time for progress."""
 
 _NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed: (.*)$")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the body saw. phase: the role it was about. asked_by: the signal on which it asked the trainer to save.
-    servers_ended: the step of the servers ended by itself. may_requeue: REQUEUE=auto."""
+    """The body's observations."""
 
     phase: str
+    """The role at that time."""
     exit_code: int
     asked_by: str = ""
+    """The signal on which it asked the trainer to save."""
     servers_ended: bool = False
+    """Whether the servers' step ended by itself."""
     may_requeue: bool = True
+    """REQUEUE=auto."""
 
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """What the job's script does: it prints the line, and requeues the job or ends with the code."""
+    """The next action of the job's script: print the line, then requeue the job or end with the
+    code."""
 
     code: int
     line: str
@@ -62,7 +67,7 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
         return AttemptOutcome(DONE, done_line(plan.run, plan.total_steps))
     if facts.phase == TRAINER and EndKind.USER_ERROR in trainer:
         return _failed(USER_ERROR_EXIT_CODE, (first_mistake(plan) or first_cause(plan, TRAINER)).text)
-    # before the trainer, which may have died of it
+    # before the trainer, whose failure may follow from theirs
     culprit = SERVERS if facts.servers_ended else facts.phase
     cause = first_cause(plan, culprit)
     return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[culprit], cause.text)
@@ -76,7 +81,7 @@ def _saved(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     if reached <= started and facts.asked_by != PREEMPTED:
         return _failed(NOT_REQUEUED, f"nothing was gained in this attempt, so that it is not repeated; {saved}")
     if not (facts.asked_by and facts.may_requeue):
-        return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command goes on from there")
+        return AttemptOutcome(SAVED_EXIT_CODE, f"SAVED: {saved}; the same command resumes it")
     restart = plan.restart_count + 1
     if restart > plan.max_restarts:
         return _failed(
@@ -96,32 +101,32 @@ def done_line(run: str, total_steps: int) -> str:
 
 
 def is_done(config: Config) -> bool:
-    """Return whether the run folder holds the result of the whole run: the last act of a training is to write the
-    model."""
+    """Return whether the run folder holds the result of the whole run: the last act of a training
+    is to write the model."""
     run = RunFolder.of(config.trainer)
     total = config.trainer.total_training_steps
     if not (run.model.is_dir() and run.metrics.is_file()):
         return False
-    from megatron_dapo.telemetry.metrics_file import records_of  # imports torch: a job's plan does without
+    # imports torch: a job's plan does without
+    from megatron_dapo.telemetry.metrics_file import records_of
 
     steps = [record["step"] for _, record in records_of(run.metrics) if record]
     return bool(steps) and steps[-1] >= total
 
 
-# ---------------------------------------------------------------------------------------------------- the first cause
+# ---------------------------------------------------------------------------------- the first cause
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What went wrong first: who, on which node, in whose words, and the log file. kind: none where nobody recorded
-    it."""
+    """The first failure: process, node, error and log file. kind: None if nobody recorded it."""
 
     text: str
     kind: EndKind | None = None
 
 
 def first_cause(plan: JobPlan, role: str) -> Cause:
-    """Return what went wrong first in a role's processes."""
+    """Return the first failure of a role's processes."""
     failures = {TRAINER: _rank_failures, SERVERS: _server_failures, PREFLIGHT: _preflight_failures}[role]
     for causes in (_not_launched(plan, role), failures(plan), _task_failures(plan, role), _words_of_slurm(plan, role)):
         for cause in causes:
@@ -159,13 +164,14 @@ def _rank_failures(plan: JobPlan) -> Iterator[Cause]:
         is_later = end.kind.is_consequence or bool(not end.sentence and PEER_IS_GONE.search(words))
         failures.append((is_later, end.time, rank, Cause(f"rank {rank} on {end.host} {words}; see {log}", end.kind)))
     failures.sort(key=lambda failure: failure[:3])
-    if failures and failures[0][3].kind is EndKind.HANG:  # rank 0, which asked the others, knows most, and goes last
+    if failures and failures[0][3].kind is EndKind.HANG:
+        # rank 0, which asked the others, knows most, and goes last
         failures.sort(key=lambda failure: (failure[3].kind is not EndKind.HANG, failure[2]))
     return (cause for *_, cause in failures)
 
 
 def _words_of(end: End, log: Path) -> str:
-    """Return how a process ended. Its log is asked where it was ended before it could tell."""
+    """Return how a process ended, from its log if it was killed before it could report."""
     if end.kind in (EndKind.KILLED, EndKind.TERMINATED):
         return end.sentence
     sentence = end.sentence or last_error(read_lines(log))
@@ -186,7 +192,7 @@ def _server_failures(plan: JobPlan) -> Iterator[Cause]:
 
 
 def _preflight_failures(plan: JobPlan) -> Iterator[Cause]:
-    """Yield the verdicts; node 0's, which is that of all, comes first."""
+    """Yield the verdicts; node 0's, for all nodes, comes first."""
     for node in plan.nodes:
         end = plan.ends.read(preflight_name(node))
         if end is not None and not end.kind.is_good:
@@ -204,7 +210,8 @@ def _not_launched(plan: JobPlan, role: str) -> Iterator[Cause]:
 
 
 def _task_failures(plan: JobPlan, role: str) -> Iterator[Cause]:
-    """Yield the ends of programs that told nothing themselves, with the last words of their logs."""
+    """Yield the ends of programs without a record of their own, with the last lines of their
+    logs."""
     for node, end in ends(plan, role).items():
         if end.exit_code:
             log = Path(plan.logs) / f"{role}-{node}.log"

@@ -1,4 +1,5 @@
-"""The plan of a Slurm job, from Slurm's variables and the config alone: roles, ports, steps and command lines."""
+"""The plan of a Slurm job, made only from Slurm's variables and the config: roles, ports, steps and
+command lines."""
 
 import json
 import shlex
@@ -20,27 +21,30 @@ from megatron_dapo.storage.server_key import server_key_file
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
-KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # whose tasks wait for one another, and need none that is alone
+KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # their tasks wait for one another, and are useless alone
 PLAN_FILE = "plan.json"
 
-# Below 32768, where Linux takes the ports of outgoing connections from, and a block of its own for each of 384 jobs in
-# a row: of the trainer's rendezvous, of the preflight's, then of the servers.
+# Below 32768, from where Linux takes the ports of outgoing connections; a block for each of 384
+# consecutive jobs: of the
+# trainer's rendezvous, of the preflight's, then of the servers.
 _FIRST_PORT, _NUM_JOBS, _PORTS_PER_JOB = 20000, 384, 32
 _TRAINER_PORT, _PREFLIGHT_PORT, _SERVER_PORT = 0, 1, 8
-_SERVER_GRACE_S = 60.0  # for those who start the servers, who can say more of one that is not healthy in time
+_SERVER_GRACE_S = 60.0  # for the servers' starters, which know more about an unhealthy server
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What Slurm gave the job. nodes: as `scontrol show hostnames` lists them. gpus_per_node: None where Slurm counts
-    none (no GRES), so that nothing is known of them here. restart_count: how often the job was requeued. time_limit_s:
-    of this attempt; None where Slurm does not say."""
+    """Slurm's allocation to the job."""
 
     job_id: int
     nodes: tuple[str, ...]
+    """In the order of `scontrol show hostnames`."""
     restart_count: int = 0
+    """Requeues so far."""
     gpus_per_node: int | None = None
+    """None if Slurm counts none (no GRES), so that their number is unknown here."""
     time_limit_s: int | None = None
+    """Of this attempt; None if Slurm does not say."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str], nodes: Sequence[str]) -> "Allocation":
@@ -57,7 +61,7 @@ class Allocation:
 
     @classmethod
     def imagined(cls, config: Config) -> "Allocation":
-        """Return the nodes of a job that asked for what the config needs, for a dry run outside of Slurm."""
+        """Return the nodes of a job of the config's size, for a dry run outside Slurm."""
         return cls(0, tuple(f"node{i}" for i in range(1, sum(num_nodes(config)) + 1)))
 
     @property
@@ -67,33 +71,37 @@ class Allocation:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One attempt of a job. trainer_nodes come first in the allocation; server_nodes are those after them.
-
-    run, logs: absolute folders. server_key_file: with the key that the servers demand. config: the resolved config, a
-    file in logs. start_step: rollout steps that the newest checkpoint held when the attempt began, start_groups:
-    finished groups of the next, and start_tokens: those of its other groups. server_timeout_s: how long the servers may
-    take to become healthy. min_bandwidth: GB/s that the preflight asks of the all-reduce; None: what it thinks right.
-    reward_model_node: the server node that serves the reward model too; none where the job starts no server of it.
-    max_restarts: how often the job may be requeued.
-    """
+    """One attempt of a job."""
 
     job_id: int
     restart_count: int
     trainer_nodes: tuple[str, ...]
+    """First in the allocation."""
     server_nodes: tuple[str, ...]
+    """After the trainer's nodes."""
     n_procs_per_node: int
     servers_per_node: int
     run: str
+    """Absolute folder."""
     logs: str
+    """Absolute folder, with the resolved config."""
     total_steps: int
     start_step: int = 0
+    """Finished rollout steps of the newest checkpoint at the start of the attempt."""
     start_groups: int = 0
+    """Finished groups of the next step at that time."""
     start_tokens: int = 0
+    """Tokens of its unfinished groups."""
     server_timeout_s: float = 0.0
+    """Time for the servers to become healthy."""
     server_key_file: str = ""
+    """With the key that the servers require."""
     min_bandwidth: float | None = None
+    """The preflight's floor of the all-reduce in GB/s; None: its default."""
     reward_model_node: str = ""
+    """The server node that also serves the reward model; empty if the job starts none."""
     max_restarts: int = LEAST_RESTARTS
+    """Allowed requeues."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -115,7 +123,7 @@ class JobPlan:
 
     @property
     def reward_model_url(self) -> str | None:
-        """Return where the reward model's server listens: behind the others of its node."""
+        """Return the URL of the reward model's server: on the port after the others of its node."""
         if not self.reward_model_node:
             return None
         return f"http://{self.reward_model_node}:{self.port(_SERVER_PORT + self.servers_per_node)}"
@@ -124,15 +132,17 @@ class JobPlan:
         return _FIRST_PORT + _PORTS_PER_JOB * (self.job_id % _NUM_JOBS) + offset
 
     def of_role(self, role: str) -> tuple[str, ...]:
-        """Return the nodes on which a role has a process."""
+        """Return the nodes with a process of a role."""
         return {PREFLIGHT: self.nodes, SERVERS: self.server_nodes, TRAINER: self.trainer_nodes}[role]
 
     def step(self, role: str) -> list[str]:
-        """Return the arguments of srun: one task on each node of the role, which may use all of the node.
+        """Return the arguments of srun: one task on each node of the role, which may use all of the
+        node.
 
-        --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task starts many processes.
-        --wait=0: a task that has ended ends no other, whatever WaitTime the cluster sets.
-        A trainer or preflight that fails takes its step with it; of several nodes of servers the others go on.
+        --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task
+        starts many processes. --wait=0: the end of a task ends no other, whatever the cluster's
+        WaitTime. A failed trainer or preflight takes its step with it; with several nodes of
+        servers the others continue.
         """
         nodes = self.of_role(role)
         return [
@@ -147,7 +157,7 @@ class JobPlan:
         ]
 
     def command(self, role: str, node: str, python: str = sys.executable) -> list[str]:
-        """Return what a node's task of a role runs."""
+        """Return the command of a role's task on a node."""
         index = self.of_role(role).index(node)
         makers = {PREFLIGHT: self._preflight, SERVERS: self._servers, TRAINER: self._trainer}
         return [python, "-m", *makers[role](index, node)]
@@ -185,14 +195,15 @@ class JobPlan:
         yield from ("megatron_dapo", "train", "--config", self.config_file)
 
     def shell(self) -> str:
-        """Return what the body sources: variables, and srun's arguments of each role as arrays."""
+        """Return shell code for the body: variables, and srun's arguments of each role as
+        arrays."""
         lines = [f"RUN={shlex.quote(self.run)}", f"LOGS={shlex.quote(self.logs)}"]
         lines += [f"HEAD_NODE={self.trainer_nodes[0]}", f"NUM_SERVER_NODES={len(self.server_nodes)}"]
         lines += [f"{role.upper()}_STEP=({shlex.join(self.step(role))})" for role in ROLES if self.of_role(role)]
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
-        """Return what the user sees: roles and nodes, what each runs."""
+        """Return the plan for the user: roles, nodes and their processes."""
         lines = [f"Job {self.job_id}, restart {self.restart_count}" if self.job_id else "Nodes, with imagined names"]
         counts = {TRAINER: (self.n_procs_per_node, "rank"), SERVERS: (self.servers_per_node, "server")}
         for role, (count, what) in counts.items():
@@ -209,13 +220,13 @@ class JobPlan:
         return "\n".join(lines)
 
     def write(self) -> None:
-        """Write plan.json, which the nodes' tasks read, and plan.sh, for the body."""
+        """Write plan.json for the nodes' tasks, and plan.sh for the body."""
         write_whole(Path(self.logs) / PLAN_FILE, json.dumps(asdict(self), indent=1))
         write_whole(Path(self.logs) / "plan.sh", self.shell())
 
     @classmethod
     def read(cls, path: str | Path) -> "JobPlan":
-        """Read what `write` wrote."""
+        """Read the file of `write`."""
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
         for name, value in fields.items():
             if isinstance(value, list):
@@ -224,8 +235,8 @@ class JobPlan:
 
 
 def num_nodes(config: Config) -> tuple[int, int]:
-    """Return trainer nodes and server nodes that a config needs; no server nodes where the servers are given or
-    replaced by dumped batches."""
+    """Return a config's numbers of trainer nodes and server nodes; 0 server nodes if servers are
+    given or replaced by dumped batches."""
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
 
 
@@ -236,7 +247,7 @@ def make_plan(
     min_bandwidth: float | None = None,
     max_restarts: int = LEAST_RESTARTS,
 ) -> JobPlan:
-    """Raise UserError where the config does not fit what Slurm gave."""
+    """Return the plan. Raise UserError if the config does not fit Slurm's allocation."""
     num_trainers, num_servers = num_nodes(config)
     sentences = list(_mistakes(config, allocation))
     if sentences:
@@ -265,16 +276,19 @@ def make_plan(
 
 
 def own_overrides(plan: JobPlan, config: Config) -> list[str]:
-    """Return what the job sets in the config that its processes read: absolute folders, how trainer and servers meet,
-    and a requeued job goes on whatever `trainer.resume` said at first."""
+    """Return the job's overrides of the config: absolute folders, the meeting of trainer and
+    servers, and the resume of a requeued job, whatever `trainer.resume` was at first."""
     values: dict[str, str | int] = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:
         values[f"{rollout}.server_urls_file"] = f"{plan.run}/servers.txt"
         values[f"{rollout}.server_api_key_file"] = plan.server_key_file
-        if config.actor_rollout_ref.rollout.server.host == LOOPBACK:  # other nodes have to reach them
+        if config.actor_rollout_ref.rollout.server.host == LOOPBACK:
+            # other nodes have to reach them
             values[f"{rollout}.server.host"] = "0.0.0.0"
-    else:  # as its processes count them: the recipe's are not started where servers are given, or batches
+    else:
+        # counted like its processes: the recipe's servers are not started if servers or batches are
+        # given
         values[f"{rollout}.server.nnodes"] = 0
     if plan.reward_model_url:
         values["reward.model.url"] = plan.reward_model_url

@@ -11,21 +11,23 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 @dataclass(frozen=True, order=True)
 class Progress:
-    """step: rollout steps that are done. num_groups: finished groups of the next one, of a run that was stopped while
-    it sampled. num_tokens: of the responses of its unfinished groups."""
+    """The progress of a run."""
 
     step: int = 0
+    """Finished rollout steps."""
     num_groups: int = 0
+    """Finished groups of the next step, of a run stopped while sampling."""
     num_tokens: int = 0
+    """Of the responses in its unfinished groups."""
 
 
 BEGINNING = Progress()
 
 
 def progress(run: str) -> Progress:
-    """Return the progress of the checkpoint that is the newest by its name.
+    """Return the progress of the newest checkpoint by name.
 
-    The trainer finds out whether that checkpoint is whole.
+    The trainer checks whether that checkpoint is whole.
     """
     folders = newest_first(RunFolder(Path(run)).checkpoints)
     if not folders:

@@ -1,4 +1,4 @@
-"""Waiting for the servers of all nodes: their health, and the life of those who start them."""
+"""Waits for the servers of all nodes: their health, and the life of their starters."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,8 @@ PROBE_TIMEOUT_S = 2.0
 
 
 def wait_for_servers(plan: JobPlan, probe: Callable[[str], bool] | None = None) -> str | None:
-    """Wait; return None when all are healthy, else who is not, in one sentence. Tells each that becomes healthy."""
+    """Wait; return None when all are healthy, else who is not, in one sentence. Tells each that
+    becomes healthy."""
     if probe is None:
         headers = key_header(read_server_key(plan.server_key_file))
         probe = partial(is_healthy, check=HealthCheck.GENERATES, headers=headers, timeout_s=PROBE_TIMEOUT_S)

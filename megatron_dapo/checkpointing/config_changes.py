@@ -1,4 +1,5 @@
-"""Which keys of the config may differ between the run that wrote a checkpoint and the one that resumes it."""
+"""The config keys that may differ between the run that wrote a checkpoint and the one that resumes
+it."""
 
 import hashlib
 import json
@@ -16,7 +17,7 @@ _STEPS = "trainer.total_training_steps"
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """One key whose value differs. before and now: as JSON; None where the key did not exist."""
+    """One key with a changed value. Values are JSON, or None if the key did not exist."""
 
     key: str
     before: str | None
@@ -27,22 +28,24 @@ class ConfigChange:
 
 
 def config_to_plain(config: Config) -> dict:
-    """Return the tree as a checkpoint holds it. A null that another key decides is replaced by what it stands for."""
+    """Return the config in the form that checkpoints store. A null that another key decides is
+    replaced by its meaning."""
     plain = config.model_dump(mode="json")
     plain["algorithm"]["use_kl_in_reward"] = uses_kl_in_reward(config)
     return plain
 
 
 def config_hash(config: Config) -> str:
-    """Return a hash that is the same for equal configs, on any machine."""
+    """Return a hash, the same for equal configs on any machine."""
     return hashlib.sha256(json.dumps(config_to_plain(config), sort_keys=True).encode()).hexdigest()
 
 
 def config_changes(before: dict, now: Config) -> list[ConfigChange]:
-    """Return every key that differs. before: `config_to_plain` of the run that wrote the checkpoint.
+    """Return every key that differs. before: `config_to_plain` of the run that wrote the
+    checkpoint.
 
-    A key that this version of the program has and the other version did not have is no difference while it is at its
-    default.
+    A key that this version of the program has and the other version did not have is no difference
+    while it is at its default.
     """
     old = _leaves(before)
     new = _leaves(config_to_plain(now))
@@ -59,9 +62,9 @@ def check_changes(changes: list[ConfigChange], now: Config, accepted: Collection
 
 
 def matters(change: ConfigChange, now: Config) -> bool:
-    """Return whether what is learned depends on the change.
+    """Return whether the change affects learning.
 
-    The length of the run matters where the learning rate decays over it.
+    The length of the run does so if the learning rate decays over it.
     """
     if change.key == _STEPS:
         return bool(_decaying(now))

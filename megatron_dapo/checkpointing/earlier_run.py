@@ -1,4 +1,4 @@
-"""What an earlier run left in the run folder that this one would overwrite or mix with its own."""
+"""Moves an earlier run's output out of the way, before this run overwrites it or mixes with it."""
 
 import re
 from pathlib import Path
@@ -7,9 +7,11 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 
 def set_aside(run: RunFolder) -> Path | None:
-    """Move what an earlier run reported and wrote to a new folder earlier_N, and return that; none where it is nothing.
+    """Move an earlier run's output to a new folder earlier_N and return that, or None if there is
+    none.
 
-    For a run that starts at step 0: the earlier one finished without a checkpoint, or ended before its first.
+    For a run that starts at step 0: the earlier one finished without a checkpoint, or ended before
+    its first.
     """
     dumps = [path for folder in _folders(run) for path in _dumps(folder)]
     has_reported = run.metrics.is_file() and run.metrics.stat().st_size
@@ -26,9 +28,11 @@ def set_aside(run: RunFolder) -> Path | None:
 
 
 def remove_later_dumps(run: RunFolder, step: int) -> list[int]:
-    """Remove the samples, batches and held-out answers of the steps after `step`, and return those steps, ascending.
+    """Remove samples, batches and held-out answers of the steps after `step`; return those steps,
+    ascending.
 
-    For a run that goes on after a step: it does the later ones again, or not at all where it is shorter now.
+    For a run that resumes after a step: it repeats the later ones, or leaves them out if it is
+    shorter now.
     """
     dumps = {path: later for folder in _folders(run) for path, later in _dumps(folder).items()}
     for path, later in dumps.items():

@@ -1,8 +1,9 @@
-"""The folders of checkpoints: what they hold, how one appears (by rename, complete) and how old ones go.
+"""The folders of checkpoints: their content, how one appears (by rename, complete), and how old
+ones go.
 
-step_000012/            a checkpoint: its manifest was inside before it had this name
-.staging_step_000012/   one being written, or left by a process that was killed
-.retired_step_000012/   one being deleted: a folder that is half gone never carries a checkpoint's name
+step_000012/            a checkpoint: it got this name after its manifest
+.staging_step_000012/   one being written, or left by a killed process
+.retired_step_000012/   one being deleted: a partial folder never has a checkpoint's name
 """
 
 import json
@@ -36,7 +37,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def newest_first(root: Path) -> list[Path]:
-    """Return the checkpoints of a run, by name alone: whether one is whole, its manifest says."""
+    """Return the checkpoints of a run, by name only; the manifest tells whether one is whole."""
     steps = _steps(root)
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
@@ -52,7 +53,8 @@ def _steps(root: Path) -> dict[Path, int]:
 
 
 def staging(final: Path) -> Path:
-    """Make an empty hidden folder beside `final`, to write into; what an earlier try left there is removed."""
+    """Make an empty hidden folder beside `final`, to write into; leftovers of an earlier attempt
+    are removed."""
     staged = final.with_name(_STAGING + final.name)
     remove_folder(staged)
     staged.mkdir(parents=True)
@@ -60,8 +62,8 @@ def staging(final: Path) -> Path:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a folder that is written and has its manifest its name. One that carries the name already is replaced: it is
-    moved aside first, and deleted when the new one is in its place."""
+    """Give a complete folder with a manifest its final name. An existing folder of that name is
+    moved aside, and deleted after the new one is in place."""
     assert (staged / MANIFEST).is_file(), f"{staged} has no manifest"
     old = final.with_name(_RETIRED + final.name)
     publish_folder(staged, final, old)
@@ -69,7 +71,8 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder so that it is at no time half of a checkpoint; nothing happens where there is none."""
+    """Delete a folder, never leaving part of it under a checkpoint's name. Does nothing without a
+    folder."""
     if not folder.exists():
         return
     if step_of(folder) is not None:
@@ -80,20 +83,22 @@ def discard(folder: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what a killed process left half written or half deleted, and return the names.
+    """Delete folders that a killed process left half written or half deleted, and return their
+    names.
 
-    What cannot be deleted is logged.
+    Failures are logged.
     """
     left = [path for path in root.iterdir() if path.name.startswith((_STAGING, _RETIRED))] if root.is_dir() else []
     return sorted(path.name for path in left if _could(remove_folder, path))
 
 
 def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
-    """Delete the checkpoints before `newest`, which is whole, that are neither among the last `keep_last` with it (none
-    = all) nor of a step that is a multiple of `keep_every`. Return those deleted.
+    """Delete old checkpoints before `newest`, which is whole, and return them.
 
-    Later ones were skipped as damaged when the run was resumed: they count for nothing, and the run replaces them.
-    What cannot be deleted, because it is read over a network or is not ours, is left and logged: no run ends of it.
+    Kept are the last `keep_last` with it (None: all), and those whose step is a multiple of
+    `keep_every`. Later checkpoints were skipped as damaged when the run was resumed: they count for
+    nothing, and the run replaces them. A folder that cannot be deleted, for example on network
+    storage, is logged and left; no run fails because of it.
     """
     if keep_last is None:
         return []
@@ -113,7 +118,8 @@ def write_trainer_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """Return it. Raises UserError where there is none, as in the output of a converter, or where it is damaged."""
+    """Return the trainer's state. Raises UserError if it is absent, as in the output of a
+    converter, or damaged."""
     try:
         return json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -132,8 +138,9 @@ def write_controller_state(folder: Path, state: dict[str, Any], name: str = CONT
 
 
 def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
-    """Give a checkpoint a later state of the rollout: what was sampled since. A kill at any moment leaves a whole
-    checkpoint: the state has a file of its own, which counts from the moment that the manifest names it."""
+    """Add a later state of the rollout to a checkpoint, with the samples since then. A kill at any
+    moment leaves a whole checkpoint: the new state's file counts from the moment that the manifest
+    names it."""
     manifest = read_manifest(folder)
     names = file_names(folder)
     name = f"controller.{max(map(_number_of, names), default=0) + 1}{SUFFIX}"
@@ -162,7 +169,7 @@ def _number_of(name: str) -> int:
 
 
 def _could(delete: Callable[[Path], None], folder: Path) -> bool:
-    """Delete a folder that is not needed, and return whether it worked."""
+    """Delete an unneeded folder, and return whether it worked."""
     try:
         delete(folder)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""manifest.json: each file of a checkpoint folder with size and checksum, written last. No manifest, no checkpoint.
+"""manifest.json: each file of a checkpoint folder with size and checksum, written last. No
+manifest, no checkpoint.
 
 Needs neither torch nor Megatron, so that tools can look at a folder at once.
 """
@@ -26,7 +27,7 @@ _NUM_THREADS = 8  # sha256 lets go of the interpreter; one thread reads some 1 G
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known of a file. size: bytes. sha256: of the content, in hex."""
+    """A file of a checkpoint. size: bytes. sha256: of the content, in hex."""
 
     size: int
     sha256: str
@@ -34,32 +35,30 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint folder holds.
-
-    files: by their path inside the folder, without the manifest itself. contents: the parts ("model", "optimizer",
-    "lr_schedule", "rng", "counters", "controller"). versions: of the packages that wrote it.
-    """
+    """The content of a checkpoint folder."""
 
     files: dict[str, FileRecord]
+    """By path inside the folder, without the manifest itself."""
     contents: tuple[str, ...]
+    """The parts: "model", "optimizer", "lr_schedule", "rng", "counters", "controller"."""
     versions: dict[str, str]
+    """Of the packages that wrote it."""
     format_version: int = FORMAT_VERSION
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all files together, in bytes."""
+        """Return the size of all files, in bytes."""
         return sum(record.size for record in self.files.values())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.
-
-    damage: a phrase per fault; none = the checkpoint is whole. extra: files that nobody listed, which does no harm.
-    """
+    """The result of `verify`."""
 
     damage: tuple[str, ...]
+    """A phrase per fault; empty for a whole checkpoint."""
     extra: tuple[str, ...] = ()
+    """Unlisted files, which are harmless."""
 
     @property
     def is_whole(self) -> bool:
@@ -79,16 +78,18 @@ def file_names(folder: Path) -> list[str]:
 
 
 def seal(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Return size and checksum of files that are done, each flushed to the disk first."""
+    """Return size and checksum of finished files, each flushed to the disk first."""
     return _records(folder, names, flush=True)
 
 
 def write_manifest(
     folder: Path, contents: Sequence[str], files: dict[str, FileRecord] | None = None, flush: bool = True
 ) -> Manifest:
-    """Write the manifest, after which the folder is a checkpoint. Entries are flushed to the disk before and after.
+    """Write the manifest, which makes the folder a checkpoint. Entries are flushed to the disk
+    before and after.
 
-    files: the records of all files, where they are known (see `seal`); none = they are made here.
+    Args:
+        files: the records of all files, if known (see `seal`); None: made here.
     """
     records = _records(folder, file_names(folder), flush) if files is None else dict(sorted(files.items()))
     manifest = Manifest(records, tuple(contents), {name: importlib.metadata.version(name) for name in _PACKAGES})
@@ -101,7 +102,7 @@ def write_manifest(
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read it. Raises UserError where there is none, or it is damaged, or of a format that is not known."""
+    """Return the manifest. Raises UserError if it is missing, damaged or of an unknown format."""
     manifest, fault = _read(Path(folder))
     if manifest is None:
         raise UserError(f"{folder} is not a complete checkpoint: {fault}; give another folder, or write it again.")
@@ -113,15 +114,16 @@ def verify(
 ) -> Verdict:
     """Compare a folder with its manifest.
 
-    contents: read every file and compare checksums too, not only sizes; advance is then called with the size of each
-    file that was read.
+    contents: read every file and compare checksums too, not only sizes; advance is then called with
+    the size of each file that was read.
     """
     verdict, same_size = compare_sizes(Path(folder))
     return verdict.with_damage(compare_contents(Path(folder), same_size, advance)) if contents else verdict
 
 
 def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
-    """Return what is wrong as far as sizes tell, and what the manifest says of the files whose size is right."""
+    """Return the faults visible in sizes, and the manifest's records of the files with the right
+    size."""
     manifest, fault = _read(folder)
     if manifest is None:
         return Verdict((fault,)), {}
@@ -145,7 +147,7 @@ def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
 def compare_contents(
     folder: Path, files: dict[str, FileRecord], advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Read the files; return a phrase for each that cannot be read, or is not what its record says."""
+    """Read the files; return a phrase for each that is unreadable or differs from its record."""
 
     def fault(name: str) -> str | None:
         try:
@@ -160,7 +162,7 @@ def compare_contents(
 
 
 def _read(folder: Path) -> tuple[Manifest | None, str]:
-    """Return the manifest, or none and what is wrong with it."""
+    """Return the manifest, or None and its fault."""
     if not folder.is_dir():
         return None, "the folder is missing" if not folder.exists() else "it is not a folder"
     try:
@@ -170,7 +172,8 @@ def _read(folder: Path) -> tuple[Manifest | None, str]:
         return None, f"{MANIFEST} is missing"
     except OSError as error:
         return None, f"{MANIFEST} cannot be read ({error.strerror})"
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):  # not JSON, not an object
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        # not JSON, not an object
         return None, f"{MANIFEST} is damaged"
     if check != _self_check(content):
         return None, f"{MANIFEST} has another content than was written (its sha256 differs)"

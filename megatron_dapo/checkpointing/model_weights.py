@@ -16,25 +16,27 @@ WeightLoader = Callable[[ModelParts, str, ParallelLayout], None]
 
 
 def weight_loader(start: Start, part: str) -> WeightLoader:
-    """Return what fills a model before its optimizer is made: nothing where `RunCheckpoints.restore` fills both. The
-    frozen weights beside adapters are in no checkpoint of their run, and are always read.
+    """Return the loader that fills a model before its optimizer is made; it does nothing if
+    `RunCheckpoints.restore` fills both. The frozen weights beside adapters are in no checkpoint of
+    their run, and are always read.
 
-    part: "model", of the policy, or "critic".
+    Args:
+        part: "model", of the policy, or "critic".
     """
     is_restored = start.folder is not None and part not in start.missing
     return _leave_weights if is_restored else load_weights
 
 
 def _leave_weights(model: ModelParts, path: str, layout: ParallelLayout) -> None:
-    """Read nothing that would be overwritten."""
+    """Read only weights that the checkpoint will not overwrite."""
     if model.lora is not None:
         load_weights(model, path, layout)
 
 
 def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:
-    """Fill this rank's parameters from what `model.path` or `ref.path` names, before an optimizer is made.
+    """Fill this rank's parameters from `model.path` or `ref.path`, before an optimizer is made.
 
-    Of a checkpoint of this program the model alone is read, which any layout may have written: for a critic that of its
+    Of a checkpoint of this program only the model is read, written at any layout: for a critic its
     critic, or the body of its policy. Collective over all ranks; raises UserError on all of them.
     """
     folder = ModelFolder.of(path)
@@ -47,10 +49,10 @@ def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) ->
 
 
 def _require_complete(folder: Path) -> None:
-    """Raise UserError where the names and sizes of its files show that the checkpoint is damaged.
+    """Raise UserError if names or sizes of its files show that the checkpoint is damaged.
 
-    Checksums are compared by `verify_checkpoint`, since a training checkpoint's optimizer lies in the same files as its
-    model.
+    `verify_checkpoint` compares checksums: a training checkpoint's optimizer is in the same files
+    as its model.
     """
     read_manifest(folder)
     verdict = verify(folder, contents=False)

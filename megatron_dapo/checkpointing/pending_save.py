@@ -1,7 +1,8 @@
-"""A save whose files are being written, by this process or by a forked one while training goes on.
+"""A save under way, by this process or by a forked one during training.
 
-Megatron's own writer reports through a queue whose server process imports the whole program again (seconds per rank),
-and a rank that fails leaves the others waiting. Here every result travels over the job's own process group.
+Megatron's own writer reports through a queue whose server process imports the whole program again
+(seconds per rank). There a failed rank leaves the others waiting. Here every result travels over
+the job's own process group.
 """
 
 import atexit
@@ -27,10 +28,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class PendingSave:
-    """The files of one folder. Nothing of it counts before `finish` has returned.
+    """The files of one folder. They count only after `finish` has returned.
 
-    A forked process has this process's memory as it is when the save begins: training may change it at once. The child
-    ends with this process, which does not wait for it: what it has written by then counts for nothing.
+    A forked process has this process's memory as of the start of the save: training may change it
+    at once. The child ends with this process, which does not wait for it: a partial write counts
+    for nothing.
     """
 
     def __init__(
@@ -43,11 +45,12 @@ class PendingSave:
     ) -> None:
         """Begin to write in the background, or leave it to `finish`. Not collective.
 
-        Raises nothing: that there is no memory for a child, say, is told by `finish`, like any write that failed.
+        Raises nothing: `finish` reports a failed fork, for example for lack of memory, like any
+        failed write.
 
         Args:
-            write: writes this rank's files and returns what is to be known of them, which is pickled.
-            complete: is given this rank's answer when all ranks have written; collective.
+            write: writes this rank's files and returns their descriptions, which are pickled.
+            complete: gets this rank's result when all ranks have written; collective.
         """
         self._agreement = agreement
         self._folder = folder
@@ -63,15 +66,18 @@ class PendingSave:
                 self._result = partial(_fail, f"no process can be started to write ({describe(error)})")
 
     def is_done(self) -> bool:
-        """Return whether every rank's writing has ended, well or not, so that `finish` does not wait. Collective."""
-        has_ended = self._receiver is None or self._receiver.poll()  # also true at the end of the pipe
+        """Return whether every rank's writing has ended, well or not, so that `finish` does not
+        wait. Collective."""
+        # also true at the end of the pipe
+        has_ended = self._receiver is None or self._receiver.poll()
         return all(self._agreement.gather(has_ended))
 
     def finish(self) -> None:
-        """Wait for the files and complete the folder. Collective over all ranks.
+        """Wait for the files and complete the folder. Collective over all ranks. A second call does
+        nothing.
 
-        Raises JobError on every rank where one rank's writing failed, and again when called again. Otherwise a
-        second call does nothing.
+        Raises:
+            JobError: on every rank if one rank's writing failed, and again in later calls.
         """
         if self._failure:
             raise self._failure
@@ -83,7 +89,7 @@ class PendingSave:
             self._failure = failure
             raise
         self._is_finished = True
-        del self._result, self._complete  # and with them what they keep of the state
+        del self._result, self._complete  # and the state that they hold
 
     def _start(self, write: Callable[[], list[Any]]) -> None:
         context = multiprocessing.get_context("fork")
@@ -96,7 +102,8 @@ class PendingSave:
             raise
         finally:
             sender.close()  # then the child's end is the only one, and its death ends the pipe
-        atexit.register(self._process.kill)  # before multiprocessing's own, which would wait for storage that hangs
+        # before multiprocessing's own handler, which would wait for hanging storage
+        atexit.register(self._process.kill)
         self._result = self._receive
 
     def _receive(self) -> list[Any]:
@@ -120,9 +127,11 @@ class PendingSave:
 def _write_and_report(write: Callable[[], list[Any]], sender: Connection, parent: int) -> None:
     """Write, in the child, and send (results, error)."""
     gc.disable()  # collecting the parent's GPU objects here would touch the GPU
-    torch.set_num_threads(1)  # a fork has the parent's OpenMP team without its threads: two would wait for ever
+    # a fork has the parent's OpenMP team without its threads: two would wait for ever
+    torch.set_num_threads(1)
     ignore_signals(_SIGNALS)
-    end_with_parent(parent)  # a killed trainer leaves no writer behind, in a folder that its successor uses
+    # a killed trainer leaves no writer behind, in a folder that its successor uses
+    end_with_parent(parent)
     answer: tuple[list[Any], str]
     try:
         answer = (write(), "")

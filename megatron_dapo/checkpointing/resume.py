@@ -1,4 +1,5 @@
-"""Where a run goes on: the newest checkpoint that is whole, and whether this config may go on from it."""
+"""Chooses the checkpoint to resume from: the newest whole one; checks whether this config may
+resume it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +12,13 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.schema.config import Config
 
-if TYPE_CHECKING:  # it imports torch, and `likely_start` is asked before a run starts
+if TYPE_CHECKING:  # it imports torch; `likely_start` runs before a run starts
     from megatron_dapo.platform.agreement import Agreement
 
 # parts of a training checkpoint, by their names in the manifest
 CONTENTS = ("model", "optimizer", "lr_schedule", "rng", "counters", "controller")
-# what `trainer.accept_missing` allows: without the optimizer's state its schedule and generators mean nothing
+# allowed by `trainer.accept_missing`: without the optimizer's state its schedule and generators
+# mean nothing
 _ALLOWS = {"optimizer": ("optimizer", "lr_schedule", "rng"), "controller": ("controller",), "critic": ("critic",)}
 _NAMED_FAULTS = 3
 
@@ -28,28 +30,33 @@ def contents_of(config: Config) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the run starts. folder: the checkpoint; none = at step 0, from the model's own weights.
-
-    step: rollout steps that are done. state: its trainer.json. missing: parts that it lacks and that were allowed.
-    unused: parts that it has and this run has not. notes: lines for the report: what was skipped, what differs.
-    """
+    """The start of a run."""
 
     folder: Path | None = None
+    """The checkpoint; None: step 0, from the model's own weights."""
     step: int = 0
+    """Finished rollout steps."""
     state: dict[str, Any] = field(default_factory=dict)
+    """Its trainer.json."""
     missing: tuple[str, ...] = ()
+    """Absent parts, as allowed."""
     unused: tuple[str, ...] = ()
+    """Parts that this run does not have."""
     notes: tuple[str, ...] = ()
+    """Lines for the report: skipped checkpoints, differences."""
 
 
 def find_start(root: Path, config: Config, agreement: "Agreement") -> Start:
-    """Choose by `trainer.resume` among the checkpoints in root, the same on all ranks. Collective: the files of the one
-    that it takes are all read, each by one rank.
+    """Choose among the checkpoints in root by `trainer.resume`, the same on all ranks. Collective:
+    all files of the chosen checkpoint are read, each by one rank.
 
-    auto: the newest whole one; without any checkpoint, the beginning. But where there are some and none is whole, the
-    run does not begin anew: UserError that names each with its fault. required: UserError where there is none. never:
-    the beginning; UserError where there are some, since two runs' checkpoints would mix. UserError too where a key
-    of the config changed that matters, or a part is missing that was not allowed. Each on all ranks.
+    - auto: the newest whole one; without any checkpoint, the beginning. If there are some and none
+      is whole, the run does not begin anew: UserError names each with its fault.
+    - required: UserError if there is none.
+    - never: the beginning; UserError if there are some, since two runs' checkpoints would mix.
+
+    UserError too if an important config key changed, or a part is missing that was not allowed.
+    Each on all ranks.
     """
     what = f"choosing a checkpoint in {root}"
     skipped: list[str] = []
@@ -62,8 +69,8 @@ def find_start(root: Path, config: Config, agreement: "Agreement") -> Start:
 
 
 def likely_start(root: Path, config: Config) -> Start:
-    """Return where a run would start as far as sizes tell, which takes no time; raise UserError as `find_start` does.
-    One process may call it, before the run."""
+    """Return a run's start, judged quickly by file sizes; raise UserError like `find_start`. One
+    process may call it before the run."""
     skipped: list[str] = []
     for folder in _candidates(root, config):
         verdict, files = compare_sizes(folder)
@@ -76,11 +83,11 @@ def likely_start(root: Path, config: Config) -> Start:
 
 
 def _beginning(root: Path, skipped: list[str]) -> Start:
-    """Return the start at step 0. Raises UserError where there are checkpoints, none of them whole."""
+    """Return the start at step 0. Raises UserError if there are checkpoints, none of them whole."""
     if skipped:
         raise UserError(
             [
-                f"{root} holds no checkpoint that is whole, and the run does not start anew by itself; bring one of "
+                f"{root} holds no whole checkpoint, and the run does not start anew by itself; bring one of "
                 f"these back from a copy, or move them away to start at step 0:",
                 *skipped,
             ]
@@ -89,7 +96,7 @@ def _beginning(root: Path, skipped: list[str]) -> Start:
 
 
 def verify_on_all_ranks(folder: Path, agreement: "Agreement") -> Verdict:
-    """Return what `verify` does, on all ranks: each reads its share of the bytes. Collective."""
+    """Return the result of `verify` on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
     verdict, files = agreement.leader(what, compare_sizes, folder)
     largest_first = sorted(files, key=lambda name: files[name].size, reverse=True)
@@ -104,8 +111,8 @@ def _candidates(root: Path, config: Config) -> list[Path]:
     folders = newest_first(root)
     if resume == "never" and folders:
         raise UserError(
-            f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), with which "
-            f"those of a new run would mix; choose another trainer.run_dir, move them away, or set resume to auto."
+            f"trainer.resume is never, but {root} holds checkpoints (the newest is {folders[0].name}), and a new run's "
+            f"would mix with them; choose another trainer.run_dir, move them away, or set resume to auto."
         )
     if resume == "required" and not folders:
         raise UserError(
@@ -115,7 +122,8 @@ def _candidates(root: Path, config: Config) -> list[Path]:
 
 
 def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
-    """Return the start from a whole checkpoint. Raises UserError where this config may not go on from it."""
+    """Return the start from a whole checkpoint. Raises UserError if this config may not resume
+    it."""
     trainer = config.trainer
     contents = read_manifest(folder).contents
     wanted = contents_of(config)
@@ -138,7 +146,8 @@ def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config)
 
 
 def _cure(parts: list[str]) -> str:
-    """Return how to allow what is missing, as the end of a sentence; nothing where no key allows it."""
+    """Return how to allow the missing parts, as the end of a sentence, or "" if no key allows
+    it."""
     names = [name for name, allowed in _ALLOWS.items() if set(allowed) & set(parts)]
     if not set(parts) <= {part for name in names for part in _ALLOWS[name]}:
         return ""
@@ -151,7 +160,7 @@ def _faults(verdict: Verdict) -> str:
 
 
 def not_kept(config: Config) -> list[str]:
-    """Return what no checkpoint holds of such a run; a line each for the report."""
+    """Return the run's state that no checkpoint holds; a line each for the report."""
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 == "none" or megatron.fp8_recipe != "delayed":
         return []
@@ -161,7 +170,7 @@ def not_kept(config: Config) -> list[str]:
 
 
 def report_lines(start: Start, restored: list[str], not_restored: list[str]) -> list[str]:
-    """Return what the user is told after a resume: one line each, the folder first."""
+    """Return the user's report of a resume: one line each, the folder first."""
     lines = [f"Resumed after step {start.step} from {start.folder}"]
     lines += [f"  restored: {', '.join(restored)}"]
     lines += [f"  not restored: {text}" for text in not_restored] or ["  not restored: nothing is missing"]

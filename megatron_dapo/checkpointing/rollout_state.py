@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the rollout, put back, and what is to be said of it."""
+"""The rollout's part of a checkpoint: restores it, and reports on it."""
 
 from typing import Any, Protocol
 
@@ -6,7 +6,8 @@ from megatron_dapo.common.errors import UserError
 
 
 class Rollout(Protocol):
-    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait. `halt`: see RolloutHandle.
+    """The part of the rollout that a checkpoint keeps: prompt cursor, groups that wait. `halt`: see
+    RolloutHandle.
 
     Of a run that learns from conversations: the place in their order.
     """
@@ -19,10 +20,11 @@ class Rollout(Protocol):
 
 
 def restore_rollout(rollout: Rollout, state: dict[str, Any], may_begin_anew: bool) -> tuple[list[str], list[str]]:
-    """Return (what was restored, what was not), in words.
+    """Return (restored, not restored), in words.
 
-    may_begin_anew: where the state does not fit, since the prompts are others, the rollout stays as it is; else
-    UserError.
+    Args:
+        may_begin_anew: whether the rollout may stay as it is if the state is of other prompts; else
+            UserError.
     """
     try:
         rollout.load_state_dict(state)
@@ -38,14 +40,15 @@ def restore_rollout(rollout: Rollout, state: dict[str, Any], may_begin_anew: boo
 
 
 def num_groups_under_way(state: dict[str, Any]) -> int:
-    """Return the number of finished groups of the step that was open; 0 between two steps, and in a replay."""
+    """Return the number of finished groups of the step that was open; 0 between two steps, and in a
+    replay."""
     queue = state.get("queue") or {}
     step = queue.get("step")
     return step["generated"]["num_groups"] + len(queue["finished"]) if step else 0
 
 
 def num_tokens_under_way(state: dict[str, Any]) -> int:
-    """Return the number of response tokens that were written for groups that are not finished; 0 in a replay."""
+    """Return the number of response tokens in unfinished groups; 0 in a replay."""
     draws = (state.get("queue") or {}).get("open", ())
     finished = sum(
         len(sample["response_tokens"])

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run, as the loop sees them: where to start, save when it is due or asked for, stop."""
+"""The checkpoints of a training run, for its loop: where to start, when to save, when to stop."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model with what trains it. folder: the name of its part of a checkpoint."""
+    """A model with its optimizer. folder: the name of its part of a checkpoint."""
 
     folder: str
     model: ModelParts
@@ -43,20 +43,23 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds. critic, kl_controller: where there is one. rollout: what the run learns from, samples or
-    conversations; on rank 0, none elsewhere."""
+    """The content of a checkpoint."""
 
     policy: TrainedModel
     critic: TrainedModel | None
+    """None without a critic."""
     kl_controller: FixedKLController | None
+    """None without a KL penalty in the reward."""
     rollout: Rollout | None
+    """The source of samples or conversations; on rank 0, None elsewhere."""
 
 
 def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
-    """Return where the run starts, the same on all ranks, before anything is built; see `resume.find_start`.
+    """Return where the run starts, the same on all ranks, before anything is built; see
+    `resume.find_start`.
 
-    Removes what a killed run left half written, and sets aside what would mix with this run. Collective over all
-    ranks. Raises UserError on all.
+    Removes a killed run's unfinished folders, and sets aside files that would mix with this run.
+    Collective over all ranks. Raises UserError on all.
     """
     start = find_start(run.checkpoints, config, agreement)
     agreement.leader(f"tidying {run.checkpoints}", remove_leftovers, run.checkpoints)
@@ -67,7 +70,7 @@ def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
 
 
 def _put_earlier_run_aside(run: RunFolder, start: Start) -> str:
-    """Return what was done, for the user."""
+    """Move or remove an earlier run's files; return a sentence for the user, or ""."""
     if start.folder is None:
         earlier = set_aside(run)
         return f"{run.path} held an earlier run without a checkpoint; it is now in {earlier}" if earlier else ""
@@ -76,9 +79,9 @@ def _put_earlier_run_aside(run: RunFolder, start: Start) -> str:
 
 
 class RunCheckpoints:
-    """What a run saves and restores. Every method is collective over all ranks.
+    """Saves and restores a run. Every method is collective over all ranks.
 
-    To be entered around the loop and `finish`: requests to stop are heard inside.
+    Enter it around the loop and `finish`: it then receives requests to stop.
     """
 
     def __init__(self, config: Config, run: RunFolder, layout: ParallelLayout, trained: Trained, start: Start) -> None:
@@ -95,9 +98,10 @@ class RunCheckpoints:
         self._saved: int | None = None
 
     def restore(self) -> int:
-        """Put everything as it was when the checkpoint was written; return the number of rollout steps that are done.
+        """Restore the state of the checkpoint; return the number of finished rollout steps.
 
-        Raises UserError on all ranks for what does not fit, naming it. Tells the user what was restored and what not.
+        Raises UserError on all ranks, naming the parts that do not fit. Reports to the user which
+        parts were restored.
         """
         start = self._start
         if start.folder is None:
@@ -120,9 +124,9 @@ class RunCheckpoints:
         return start.step
 
     def after_step(self, step: int, num_optimizer_steps: int) -> bool:
-        """Save where it is due, and return whether the run was asked to stop: then everything is saved.
+        """Save when due, and return whether the run was asked to stop; then everything is saved.
 
-        Raises JobError on all ranks where the last checkpoint could not be written.
+        Raises JobError on all ranks if the last checkpoint could not be written.
         """
         self._num_optimizer_steps += num_optimizer_steps
         self._saver.poll()
@@ -141,24 +145,29 @@ class RunCheckpoints:
         return bool(asked_by)
 
     def poll(self) -> None:
-        """Carry on what is ready of the checkpoint that is being written. Raises JobError as `after_step` does."""
+        """Continue the checkpoint under way as far as it is ready. Raises JobError like
+        `after_step`."""
         self._saver.poll()
 
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank was. Not collective."""
-        return self._stop.asked() is not None
+        return self._stop.local_request() is not None
 
     def rescue(self, step: int, num_optimizer_steps: int = 0, was_handed: bool = False) -> bool:
-        """Save, before a run ends in the middle of a step, its last finished step, or what was sampled since.
-
-        The latter where that step is saved or under way. Returns whether the run was asked to stop, so that it ends as
-        asked. Raises JobError on all ranks.
+        """Save before a run ends in the middle of a step: the last finished step, or, if that is
+        saved or under way, the samples since then.
 
         Args:
             step: the last finished one.
-            num_optimizer_steps: those of the step, where `after_step` was not called with them.
-            was_handed: the next step's groups have left the rollout and are not trained on, which is no end that may
-                be asked for.
+            num_optimizer_steps: of that step, if `after_step` did not get them.
+            was_handed: whether the next step's groups have left the rollout untrained; the run then
+                cannot end as asked.
+
+        Returns:
+            Whether the run was asked to stop, and so ends as asked.
+
+        Raises:
+            JobError: on all ranks.
         """
         asked_by = None if was_handed else self._stop.received()
         if asked_by:
@@ -168,7 +177,7 @@ class RunCheckpoints:
             self._saver.finish()
             if not was_handed:
                 self._layout.agreement.leader(f"adding to {self._run.checkpoint(step)}", self._add_rollout, step)
-        elif step > 0 or asked_by:  # else there is nothing but the model's own weights
+        elif step > 0 or asked_by:  # else there are only the model's own weights
             self._num_optimizer_steps += num_optimizer_steps
             self._save(step)
             if self._layout.rank == 0 and not asked_by:
@@ -179,7 +188,7 @@ class RunCheckpoints:
         return asked_by is not None
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
+        """Wait until the checkpoint under way is published. Raises JobError on all ranks."""
         self._saver.finish()
 
     def __enter__(self) -> "RunCheckpoints":
@@ -190,7 +199,7 @@ class RunCheckpoints:
         self._stop.__exit__()
 
     def _halt_rollout(self) -> None:
-        """End sampling, so that what there is of unfinished answers is saved too."""
+        """End sampling, so that unfinished answers are saved too."""
         self._layout.agreement.leader("halting the rollout", lambda: self._rollout.halt())
 
     def _add_rollout(self, step: int) -> None:
@@ -249,7 +258,7 @@ class RunCheckpoints:
         )
 
     def _restore_tensors(self, folder: Path) -> tuple[list[str], list[str]]:
-        """Return (what was restored, what was not), in words."""
+        """Return (restored, not restored), in words."""
         critic = self._trained.critic
         num_steps = self._start.step - self._config.trainer.critic_warmup
         restored, not_restored = self._restore_model(self._trained.policy, folder, max(0, num_steps))
@@ -262,7 +271,8 @@ class RunCheckpoints:
         return restored, not_restored
 
     def _restore_model(self, part: TrainedModel, checkpoint: Path, num_steps: int) -> tuple[list[str], list[str]]:
-        """Return (what was restored, what was not). num_steps: of its learning rate, where the checkpoint has none."""
+        """Return (restored, not restored). num_steps: for the learning rate, if the checkpoint has
+        none."""
         folder = checkpoint / part.folder
         adapters = part.model.lora is not None
         if "optimizer" in self._start.missing:
@@ -287,7 +297,8 @@ class RunCheckpoints:
 
     def _report(self, lines: list[str]) -> None:
         print_line("\n".join(lines))
-        with suppress(OSError), self._run.log("checkpoints").open("a", encoding="utf-8") as log:  # said already
+        with suppress(OSError), self._run.log("checkpoints").open("a", encoding="utf-8") as log:
+            # said already
             log.write("\n".join(lines) + "\n")
 
 

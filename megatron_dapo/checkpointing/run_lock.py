@@ -1,4 +1,5 @@
-"""One run in a run folder at a time: two would delete each other's half-written checkpoints and mix their metrics."""
+"""One run in a run folder at a time: two would delete each other's half-written checkpoints and mix
+their metrics."""
 
 import time
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.storage.file_lock import FileLock
 
-# a file server may take this long to find that a node which held the lock is lost (NFS: a lease of 90 s)
+# a file server's time to notice the loss of the node that held the lock (NFS: a lease of 90 s)
 PATIENCE_S = 150.0
 # a process of this machine that was just killed may take this long to give its memory back
 PATIENCE_HERE_S = 15.0
@@ -21,10 +22,10 @@ class RunLock:
         self._lock = FileLock(path)
 
     def acquire(self, patience_s: float = PATIENCE_S) -> None:
-        """Take the lock, after a wait for a run that is about to end.
+        """Take the lock, after waiting for a run that is about to end.
 
-        The wait is less long where its process is one of this machine, and runs. Raises UserError where it does not
-        end, or the folder cannot be written.
+        The wait is shorter if the holder is a running process of this machine. Raises UserError if
+        the holder does not end, or the folder is not writable.
         """
         start = time.monotonic()
         has_said = False
@@ -34,7 +35,7 @@ class RunLock:
             cure = f"remove {self._path} if it is lost with its node" if pid is None else ended_by(pid)
             if time.monotonic() - start >= limit_s:
                 raise UserError(
-                    f"{self._path.parent} is the folder of a run that is going on ({self._lock.holder()}): {cure}, or "
+                    f"{self._path.parent} is the folder of an active run ({self._lock.holder()}): {cure}, or "
                     "choose another trainer.run_dir."
                 )
             if not has_said:

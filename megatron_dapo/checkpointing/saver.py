@@ -1,4 +1,5 @@
-"""Writes the checkpoints of a run, one at a time: into a hidden folder, then the manifest, then the rename.
+"""Writes the checkpoints of a run, one at a time: into a hidden folder, then the manifest, then the
+rename.
 
 A kill at any moment leaves every checkpoint that was there.
 """
@@ -26,7 +27,7 @@ from megatron_dapo.platform.agreement import Agreement
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay; see `folders.retire`."""
+    """The checkpoints to keep; see `folders.retire`."""
 
     keep_last: int | None = None
     keep_every: int | None = None
@@ -34,7 +35,8 @@ class Retention:
 
 @dataclass
 class _Saving:
-    """The checkpoint under way. tensors: of each model. sealing: this rank's checksums, when all tensors are there."""
+    """The checkpoint under way. tensors: of each model. sealing: this rank's checksums, when all
+    tensors are there."""
 
     staged: Path
     final: Path
@@ -55,7 +57,8 @@ class Saver:
         """Begin nothing yet.
 
         Args:
-            write_tensors: begins to write models, optimizers and random state into a checkpoint folder.
+            write_tensors: begins to write models, optimizers and random state into a checkpoint
+                folder.
             contents: the parts that the manifest names.
         """
         self._agreement = agreement
@@ -66,7 +69,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint-checksums")
 
     def start(self, final: Path, trainer_state: dict[str, Any], controller_state: Callable[[], dict[str, Any]]) -> None:
-        """Begin a checkpoint; one that is still being written is finished first.
+        """Begin a checkpoint; one still being written is finished first.
 
         trainer_state and controller_state are used on rank 0. Raises JobError on all ranks.
         """
@@ -87,8 +90,8 @@ class Saver:
             self._saving = _Saving(staged, final, self._write_tensors(staged))
 
     def poll(self) -> None:
-        """Carry on what is ready, and wait for nothing. Raises JobError on all ranks where a write failed since the
-        last call."""
+        """Continue as far as possible without waiting. Raises JobError on all ranks if a write
+        failed since the last call."""
         saving = self._saving
         if saving is None:
             return
@@ -99,12 +102,13 @@ class Saver:
             self._publish(saving, saving.sealing)
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is in its place. Raises JobError on all ranks."""
+        """Wait until the checkpoint under way is published. Raises JobError on all ranks."""
         if self._saving is not None:
             self._publish(self._saving, self._saving.sealing or self._seal(self._saving))
 
     def _seal(self, saving: _Saving) -> Future[dict[str, FileRecord]]:
-        """Wait for the tensors; then each rank flushes its share of the files and sums it up, in the background."""
+        """Wait for the tensors; then each rank flushes its share of the files and sums it up, in
+        the background."""
         with self._discarded_on_error(saving.staged):
             for each in saving.tensors:
                 each.finish()
@@ -128,8 +132,8 @@ class Saver:
 
     @contextmanager
     def _discarded_on_error(self, staged: Path) -> Iterator[None]:
-        """Leave nothing partial behind where a checkpoint fails. What cannot be deleted, because another process still
-        writes into it, the next start deletes: what failed is the error to be told."""
+        """Remove a failed checkpoint's partial files. If another process still writes into them,
+        the next start deletes them; the error to report is the original one."""
         try:
             yield
         except Exception:

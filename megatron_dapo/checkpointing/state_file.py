@@ -1,8 +1,8 @@
-"""The rollout's state as a file: plain data as JSON, and the arrays in it as they are, in one safetensors file.
+"""The rollout's state as one safetensors file: plain data as JSON, arrays as binary.
 
-Tensors: `json`, the text; and one per dtype, all arrays of it one after the other, of which an object in the text such
-as {"__array__": ["int32", 0, 512]} names a part. Where the data have that key themselves, `key` is the longer one that
-names the parts.
+Tensors: `json`, the text; and one per dtype, all arrays of it one after the other. An object in the
+text such as {"__array__": ["int32", 0, 512]} stands for a part of these. If the data have that key
+themselves, `key` is the longer one in use.
 """
 
 import gzip
@@ -29,8 +29,8 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what `write_state` wrote, or an earlier program as JSON: there lists stand for arrays. Tuples come back as
-    lists. Raises FileNotFoundError, and ValueError for a damaged file."""
+    """Return the data of `write_state`, or of an earlier program's JSON with lists for arrays.
+    Tuples come back as lists. Raises FileNotFoundError, and ValueError for a damaged file."""
     content = path.read_bytes()
     if path.name.endswith(OLD_SUFFIX):
         return json.loads(gzip.decompress(content))
@@ -41,10 +41,10 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def to_bytes(state: dict[str, Any]) -> bytes:
-    """Return plain data as the content of a file. The same data give the same bytes.
+    """Return plain data as the content of a file. Equal data give equal bytes.
 
-    What JSON cannot hold, such as bytes in a prompt's extra_info, is a TypeError and not changed; so is an array that
-    is not of one dimension, or of another dtype than these are written in.
+    Raises TypeError for values that JSON cannot hold, such as bytes in a prompt's extra_info, and
+    for arrays of another dtype or of several dimensions.
     """
     key = _ARRAY
     text, arrays = _taken_apart(state, key)
@@ -58,7 +58,8 @@ def to_bytes(state: dict[str, Any]) -> bytes:
 
 
 def _taken_apart(state: dict[str, Any], key: str) -> tuple[str, dict[str, list[np.ndarray]]]:
-    """Return the data as JSON, in which objects with this key name the arrays, and these by dtype."""
+    """Return the data as JSON, with objects of this key in place of arrays, and the arrays by
+    dtype."""
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in _DTYPES}
     ends = dict.fromkeys(_DTYPES, 0)
 
@@ -75,8 +76,8 @@ def _taken_apart(state: dict[str, Any], key: str) -> tuple[str, dict[str, list[n
 
 
 def from_bytes(content: bytes) -> dict[str, Any]:
-    """Return what `to_bytes` was given, with lists for tuples. Raises SafetensorError, or KeyError, for
-    damaged content."""
+    """Return the data of `to_bytes`, with lists for tuples. Raises SafetensorError, or KeyError,
+    for damaged content."""
     tensors = load(content)
     key = tensors["key"].tobytes().decode() if "key" in tensors else _ARRAY
 

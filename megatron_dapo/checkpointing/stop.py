@@ -1,4 +1,5 @@
-"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks stop together."""
+"""A request to stop: SIGTERM or SIGUSR1 to a rank, or a file in the run folder. All ranks stop
+together."""
 
 import signal
 from pathlib import Path
@@ -9,14 +10,14 @@ from megatron_dapo.platform.agreement import Agreement
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ONE_REQUEST_S = 5.0
-"""Between the scheduler's own signal to a rank and the one that a busy launcher passes on to it."""
+"""Between the scheduler's own signal to a rank and the copy from a busy launcher."""
 
 
 class StopRequest:
-    """While entered, the signals do not end the process: they are remembered. A SIGTERM that comes later than
+    """While entered, signals are remembered and do not end the process. A SIGTERM later than
     ONE_REQUEST_S after the first signal ends it at once.
 
-    file: looked for by rank 0 alone. Outside the main thread signals are left as they are.
+    file: checked by rank 0 only. Outside the main thread signals keep their handlers.
     """
 
     def __init__(self, file: Path, agreement: Agreement) -> None:
@@ -32,14 +33,15 @@ class StopRequest:
         self._signals.__exit__()
 
     def received(self) -> str | None:
-        """Return what the first rank that was asked to stop was asked by, the same on all ranks; None = go on.
+        """Return the stop request of the first rank that has one, the same on all ranks; None:
+        continue.
 
         Collective.
         """
-        return next(filter(None, self._agreement.gather(self.asked())), None)
+        return next(filter(None, self._agreement.gather(self.local_request())), None)
 
-    def asked(self) -> str | None:
-        """Return what this rank was asked to stop by. Not collective."""
+    def local_request(self) -> str | None:
+        """Return the source of this rank's stop request, or None. Not collective."""
         if received := self._signals.received:
             launcher = own_folder() if received == signal.SIGTERM else None
             return (launcher and launcher.stop_reason()) or received.name

@@ -1,1 +1,2 @@
-"""Commands beside the core: plan a run, report on runs, evaluate a model. The core never imports them."""
+"""Commands beside the core: plan a run, report on runs, evaluate a model. The core never imports
+them."""

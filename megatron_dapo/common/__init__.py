@@ -1,1 +1,2 @@
-"""What every part of the program may use, launchers and tools too; imports nothing but the standard library."""
+"""Shared by every part of the program, launchers and tools too; imports only the standard
+library."""

@@ -1,24 +1,24 @@
-"""What this machine is called, and which of its addresses others reach."""
+"""The name of this machine, and its address towards another machine."""
 
 import os
 import socket
 
 LOOPBACK = "127.0.0.1"
-_ANY_PORT = 9  # nothing is sent to it
+_ANY_PORT = 9  # no packet goes there
 
 
 def node_name() -> str:
-    """Return the name of this machine; in a Slurm job that which Slurm gives it, as the job's plan has it."""
+    """Return this machine's name; in a Slurm job the node name that Slurm assigned."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def local_address_towards(host: str, port: int = _ANY_PORT) -> str:
-    """Return the address of this machine from which `host` is reached: that of the interface which routes to it.
+    """Return this machine's address on the interface that routes to `host`.
 
     Raises:
-        OSError: where the name does not resolve, or nothing routes to it.
+        OSError: if the name does not resolve, or there is no route.
     """
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(target)  # a datagram socket: nothing is sent
+        probe.connect(target)  # no packet is sent: a datagram socket
         return probe.getsockname()[0]

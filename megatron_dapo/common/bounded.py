@@ -1,4 +1,5 @@
-"""Reads files that others wrote: bounded in kind, size and depth before anything is made of them."""
+"""Reads files that others wrote: bounded in kind, size and depth before anything is made of
+them."""
 
 import errno
 import json
@@ -7,15 +8,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 16 << 20  # of a JSON file that describes something: a config, a tokenizer's settings, a record
-MAX_DEPTH = 100  # of nested lists and objects: Python's own limit would strike later, in code that copies a value
+# of a JSON file that describes something: a config, a tokenizer's settings, a record
+MAX_BYTES = 16 << 20
+# of nested lists and objects: Python's own limit would strike later, in code that copies a value
+MAX_DEPTH = 100
 _MAX_DIGITS = 300  # of an integer that a float holds
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """Return the content that a regular file has at this moment; a pipe or a device is not waited for.
+    """Return the current content of a regular file; never wait for a pipe or a device.
 
-    Raises OSError, whose strerror says why, where it cannot be read, is no regular file or is larger than max_bytes.
+    Raises:
+        OSError: if the file is unreadable, not regular or larger than max_bytes; strerror says
+            which.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
@@ -28,9 +33,11 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 
 
 def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
-    """Return the value of a JSON text. An integer that no float holds is infinite, as 1e999 is.
+    """Return the value of a JSON text. An integer beyond the range of floats becomes infinite, like
+    1e999.
 
-    Raises ValueError where the text is no JSON, or nested more than max_depth deep.
+    Raises:
+        ValueError: if the text is not JSON, or nested more than max_depth deep.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -46,14 +53,15 @@ def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
 
 
 def read_json(path: str | Path, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
-    """Return the value of a JSON file. Raises OSError as `read_bytes`, ValueError as `parse_json`."""
+    """Return the value of a JSON file. Raises OSError as `read_bytes`, ValueError as
+    `parse_json`."""
     return parse_json(read_bytes(path, max_bytes), max_depth)
 
 
 def depth_of(value: Any) -> int:
     """Return the depth of nested lists and objects; 0 for anything else.
 
-    Without recursion, whose limit is what is guarded here.
+    Without recursion: it guards Python's recursion limit.
     """
     depth = 0
     level = [value]

@@ -1,4 +1,4 @@
-"""What processes of ours find in their environment where the user's would not let them start, or work together."""
+"""Environment variables of our processes, for settings of the user that would stop or slow them."""
 
 import getpass
 import os
@@ -11,33 +11,39 @@ from pathlib import Path
 from megatron_dapo.common.errors import UserError
 
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-"""For their libraries the last two come before the first; OpenBLAS starts its threads when numpy is imported."""
+"""The last two take precedence over the first; OpenBLAS starts its threads when numpy is
+imported."""
 
 COMMON = {"OMP_PROC_BIND": "false", "PYTHONUTF8": "1"}
-"""Of every process. Threads bound to places (OMP_PLACES and GOMP_CPU_AFFINITY do it too): each process takes the first
-core, and what it starts inherits that. Another encoding than UTF-8: torch and SGLang read their own files in the
-locale's."""
+"""For every process. With threads bound to cores (also by OMP_PLACES and GOMP_CPU_AFFINITY), each
+process would take the first core, and its children inherit that. Without UTF-8, torch and SGLang
+would read their own files in the locale's encoding."""
 
-# torch reads the first of them that is set
+# torch reads the first one that is set
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Transformer Engine looks for a cuDNN in these folders, in this order, and then in the system
 _CUDNN = ("CUDNN_HOME", "CUDNN_PATH")
 
-# of what servers and kernels keep below ~
+# caches of servers and kernels below ~
 _CACHES = ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
-# a socket's path has at most 107 bytes; SGLang makes sockets in TMPDIR, named as tempfile does: /tmp01234567
+# a socket's path has at most 107 bytes; SGLang makes sockets in TMPDIR, named as tempfile does:
+# /tmp01234567
 _MAX_TMPDIR_BYTES = 107 - len("/tmp01234567")
 
 
 def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
-    """Set what a rank of the trainer is better off with on a GPU, before it imports torch. What the user has set stays.
+    """Set good defaults for a trainer rank on a GPU, before it imports torch. The user's own
+    settings stay.
 
-    One connection to the device: kernels start in the order in which they were asked for, so that Megatron's
-    collectives begin before the products that are to hide them. Expandable segments: micro-batches differ in length,
-    and an allocator of fixed blocks keeps some of every size. One process for torch.compile: it compiles two small
-    kernels, for which each rank would start as many as the machine has cores, up to 32. The cuDNN that torch loads for
-    Transformer Engine too, which would load the system's, another version, beside it.
+    - One connection to the device: kernels start in the order of their launch, so that Megatron's
+      collectives begin before the products that hide them.
+    - Expandable segments: micro-batches differ in length, and an allocator of fixed blocks keeps
+      some of every size.
+    - One process for torch.compile: it compiles two small kernels; by default each rank starts up
+      to 32 workers.
+    - The cuDNN of torch's package also for Transformer Engine, which would load the system's
+      version beside it.
     """
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if not any(name in environment for name in _ALLOCATOR):
@@ -54,9 +60,13 @@ def _cudnn_of_packages() -> Path | None:
 
 
 def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables to add for a process that keeps caches below ~ and sockets in TMPDIR, where it could not: a
-    container of a user without a home, a scratch folder with a long name. Raises UserError where there is no other
-    place."""
+    """Return variables for a process that cannot write its caches below ~ or its sockets in TMPDIR.
+
+    Examples: a container whose user has no home; a scratch folder with a long name.
+
+    Raises:
+        UserError: if no other folder is writable.
+    """
     made = {}
     temporary = tempfile.gettempdir()
     if not has_room_for_sockets(temporary):
@@ -73,9 +83,12 @@ def has_room_for_sockets(folder: str | Path) -> bool:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Return a folder on this node's own disk, made where it is missing and kept for later jobs of the same user.
+    """Return a folder on this node's own disk, kept for later jobs of the same user.
 
-    It belongs to no one else, because programs run what lies in it. Raises UserError where there can be no such folder.
+    It must belong to that user, since programs run files in it.
+
+    Raises:
+        UserError: if no such folder can be made.
     """
     folder = Path(environment.get("TMPDIR") or "/tmp") / f"megatron_dapo-{_user()}"
     try:
@@ -96,7 +109,8 @@ def _user() -> str:
 
 
 def _can_make(folder: Path) -> bool:
-    """Return whether it is there, or can be, and be written. ~ stays where no home is known."""
+    """Return whether the folder is writable, or can be made. Without a known home, `~` stays
+    unexpanded."""
     there = folder
     while not os.path.exists(there):
         there = there.parent

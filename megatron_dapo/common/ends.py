@@ -1,7 +1,7 @@
-"""How the processes of a run ended: each writes a record, RUN/ends/WHO.json, that others act on.
+"""How the processes of a run ended: each writes a record, RUN/ends/WHO.json, for others to act on.
 
-What is restarted, and which exit code a job has, is decided by the kinds and codes of these records, never by the words
-of a sentence or of a log.
+The kinds and codes of these records decide restarts and the job's exit code; the wording of a
+message or log never does.
 """
 
 import json
@@ -32,7 +32,7 @@ from megatron_dapo.common.files import write_whole
 FOLDER_VARIABLE = "MEGATRON_DAPO_ENDS"
 START_VARIABLE = "MEGATRON_DAPO_START"
 
-# what torch, gloo and NCCL say in a rank whose peer is gone
+# messages of torch, gloo and NCCL in a rank that lost its peer
 PEER_IS_GONE = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|Broken pipe|NCCL|DistBackendError|DistNetworkError|[Tt]imed out"
     r"|heartbeat"
@@ -43,26 +43,28 @@ _WRITE_S = 5.0  # storage may hang, and no end waits for it
 
 
 class EndKind(StrEnum):
-    """What ended a process."""
+    """The cause of a process's end."""
 
     DONE = "done"
-    """It did all that it was started for, or ended because it was asked to."""
+    """It finished its work, or ended on request."""
     SAVED = "saved"
-    """The run was asked to stop, and is saved."""
+    """The run was asked to stop and saved its state."""
     USER_ERROR = "user_error"
-    """A mistake of the user, which the sentence names."""
+    """A mistake of the user; the sentence names it."""
     SERVERS_LOST = "servers_lost"
     """No server of the run answers any more."""
     ROLLOUT_FAILED = "rollout_failed"
     """Sampling failed for good of something else."""
     MISMATCH = "mismatch"
-    """The servers wrote what the trainer's model would not."""
+    """The servers' log-probs disagree with the trainer's model."""
     HANG = "hang"
     """The watchdog ended a job that made no progress."""
     PEER_LOST = "peer_lost"
-    """Another process of the job was gone: never the first cause while another one says something else."""
+    """Another process of the job was gone; never the first cause if another process reports a
+    different one."""
     TERMINATED = "terminated"
-    """SIGTERM, as launchers send it to the peers of a process that failed: never the first cause either."""
+    """SIGTERM, as launchers send it to the peers of a process that failed: never the first cause
+    either."""
     KILLED = "killed"
     """Another signal; the process could not write its record, its launcher wrote it."""
     FAILED = "failed"
@@ -70,7 +72,7 @@ class EndKind(StrEnum):
 
     @property
     def is_good(self) -> bool:
-        """Return whether nothing went wrong in the process."""
+        """Return whether the process ended as intended."""
         return self in (EndKind.DONE, EndKind.SAVED)
 
     @property
@@ -92,51 +94,54 @@ _STOP = "asked_to_stop"
 
 @dataclass(frozen=True)
 class End:
-    """The end of one process.
-
-    exit_code: as a shell reports it, 137 after SIGKILL. sentence: what went wrong, on one line; empty where the process
-    could not tell. step: the rollout step that it was in; none outside of the steps. start: which start of the run it
-    was part of. time: seconds since 1970.
-    """
+    """The end of one process."""
 
     kind: EndKind
     exit_code: int
+    """As a shell reports it: 137 after SIGKILL."""
     sentence: str = ""
+    """The error on one line; empty if the process could not report it."""
     host: str = field(default_factory=node_name)
     step: int | None = None
+    """The rollout step at that moment; None outside steps."""
     start: str = ""
+    """The start of the run that this process was part of."""
     time: float = field(default_factory=time.time)
+    """Seconds since 1970."""
 
 
 class EndFolder:
-    """The records of one start of a run. Records that an earlier start left in the folder are not seen."""
+    """The records of one start of a run. Records that an earlier start left in the folder are not
+    seen."""
 
     def __init__(self, path: str | Path, start: str) -> None:
-        """Look at the records of a start.
+        """Open the records of a start.
 
         Args:
             path: `RunFolder.ends`.
-            start: what tells this start of the run from every other one.
+            start: identifies this start of the run.
         """
         self.path = Path(path)
         self.start = start
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str]) -> "EndFolder | None":
-        """Return the folder that the launcher of this process named; none where it was started by hand."""
+        """Return the folder that the launcher of this process named; None if it was started by
+        hand."""
         path = environment.get(FOLDER_VARIABLE)
         return cls(path, environment.get(START_VARIABLE, "")) if path else None
 
     def variables(self) -> dict[str, str]:
-        """Return what tells a process that is started of this folder."""
+        """Return the environment variables that name this folder to a child process."""
         return {FOLDER_VARIABLE: str(self.path), START_VARIABLE: self.start}
 
     def write(self, who: str, end: End) -> None:
-        """Write the record of a process. Raises OSError where that is not possible."""
+        """Write the record of a process. Raises OSError."""
         write_whole(self._file(who), json.dumps({**asdict(end), "start": self.start}, indent=1) + "\n")
 
     def read(self, who: str) -> End | None:
-        """Return how a process of this start ended; none where it runs, or ended without a record."""
+        """Return how a process of this start ended; None if it is running, or ended without a
+        record."""
         try:
             fields = json.loads(self._file(who).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -146,13 +151,14 @@ class EndFolder:
         return End(**{**fields, "kind": EndKind(fields["kind"])})
 
     def note_stop(self, reason: str) -> None:
-        """Note what the launcher was asked to stop by, before it passes that on as SIGTERM. Raises OSError."""
+        """Note the launcher's reason to stop, before it passes it on as SIGTERM. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         note = json.dumps({"reason": reason, "start": self.start}) + "\n"
-        (self.path / _STOP).write_text(note, encoding="utf-8")  # not flushed: no stop waits for a busy disk
+        # not flushed: a busy disk must not delay the stop
+        (self.path / _STOP).write_text(note, encoding="utf-8")
 
     def stop_reason(self) -> str | None:
-        """Return what the launcher of this start was asked to stop by; None where it was not, or it cannot be read."""
+        """Return the reason for which the launcher of this start was asked to stop, or None."""
         try:
             fields = json.loads((self.path / _STOP).read_text(encoding="utf-8"))
             return str(fields["reason"]) if fields["start"] == self.start else None
@@ -160,7 +166,7 @@ class EndFolder:
             return None
 
     def forget(self, who: str) -> None:
-        """Remove the record of a process, which has begun anew."""
+        """Remove the record of a restarted process."""
         self._file(who).unlink(missing_ok=True)
 
     def _file(self, who: str) -> Path:
@@ -168,8 +174,8 @@ class EndFolder:
 
 
 def end_of_code(returncode: int) -> End:
-    """Return the end of a process of which nothing but its return code is known, negative after a signal, as
-    `subprocess` gives it."""
+    """Return the end of a process of which only the return code is known, in the form of
+    `subprocess`: negative after a signal."""
     if returncode >= 0:
         return End(_KIND_OF_CODE.get(returncode, EndKind.FAILED), returncode)
     kind = EndKind.TERMINATED if -returncode == _SIGTERM else EndKind.KILLED
@@ -177,12 +183,12 @@ def end_of_code(returncode: int) -> End:
 
 
 def end_of_error(error: BaseException) -> End:
-    """Return the end of a process that this error ends, and that has nothing better to say of it."""
+    """Return the end of a process that this error ends."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         return end_of_code(code)
     lines = traceback.format_exception_only(error)
-    # a syntax error begins with its place; what follows the first line of others are notes
+    # a syntax error begins with its position; other errors continue with notes
     sentence = " ".join(lines[-1 if isinstance(error, SyntaxError) else 0].split())
     is_peer_gone = isinstance(error, MissingRanksError) or PEER_IS_GONE.search(sentence)
     kind = EndKind.PEER_LOST if is_peer_gone else EndKind.FAILED
@@ -194,11 +200,11 @@ def rank_name(rank: int) -> str:
     return f"trainer-rank-{rank}"
 
 
-# ------------------------------------------------------------------------------------------------------ this process
+# ------------------------------------------------------------------------------------- this process
 
 
 class _ThisProcess:
-    """Where this process writes its end, once."""
+    """The record of this process's own end, written once."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -212,15 +218,16 @@ _this_process = _ThisProcess()
 
 
 def forget_this_process() -> None:
-    """Begin anew, for a process in which one program is called after another, as tests do."""
+    """Begin anew, for a process that runs several programs in turn, as tests do."""
     global _this_process
     _this_process = _ThisProcess()
 
 
 def begin(who: str, folder: EndFolder | None) -> None:
-    """Name this process, and where it writes its end; what a process of this name and start left there goes.
+    """Name this process and the folder of its record; remove an old record of the same name and
+    start.
 
-    Does nothing where there is no folder, or one was given before: that of the launcher comes first.
+    Does nothing without a folder, or if the launcher named one already.
     """
     if folder is None or _this_process.folder is not None:
         return
@@ -239,13 +246,16 @@ def begin_step(step: int) -> None:
 
 
 def record_end(kind: EndKind, exit_code: int, sentence: str = "") -> None:
-    """Write how this process ends, the first time that this is called; nothing before `begin`. Never raises OSError,
-    and takes seconds at most: neither a full disk nor storage that hangs holds up an end."""
+    """Write how this process ends, the first time only; nothing before `begin`.
+
+    Never raises OSError, and takes seconds at most: a full disk or hanging storage must not delay
+    an end.
+    """
     write_own_end(End(kind, exit_code, " ".join(sentence.split())))
 
 
 def write_own_end(end: End) -> None:
-    """Do the same as `record_end`, with an end that is made already."""
+    """Do the same as `record_end`, with a complete `End`."""
     with _this_process.lock:
         if _this_process.folder is None or _this_process.has_ended:
             return

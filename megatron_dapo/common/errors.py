@@ -8,21 +8,22 @@ _USER_OF_URL = re.compile(r"(?<=://)[^\s/]+@")
 
 
 class UserError(ValueError):
-    """One or more mistakes of the user, each one sentence that names the key, the value and the cure.
+    """One or more mistakes of the user, each one sentence that names the key, the value and the
+    cure.
 
-    The command line prints the sentences, one per line, and exits with code 2. details: shown after them as it is, such
-    as the traceback of a function of the user's.
+    The command line prints the sentences, one per line, and exits with code 2. details: shown after
+    them as it is, such as the traceback of a function of the user's.
     """
 
     def __init__(self, sentences: str | Iterable[str], details: str = "") -> None:
         texts = [sentences] if isinstance(sentences, str) else sentences
-        # a line each, whatever they quote, and never a password that a URL holds
+        # one line each, without passwords in URLs
         self.sentences: list[str] = [_USER_OF_URL.sub("***@", " ".join(sentence.split())) for sentence in texts]
         self.details = details
-        super().__init__(self.sentences, details)  # its arguments, so that pickle can make it again
+        super().__init__(self.sentences, details)  # its arguments, for pickle
 
     def report(self) -> str:
-        """Return what the user is shown: a line with the count, then one line per mistake."""
+        """Return the text for the user: a line with the count, then one line per mistake."""
         num = len(self.sentences)
         details = [self.details.rstrip()] if self.details else []
         return "\n".join([f"{num} mistake{'s' if num != 1 else ''} to correct:", *self.sentences, *details])
@@ -32,24 +33,30 @@ class UserError(ValueError):
 
 
 class SharedUserError(UserError):
-    """The same on every rank, so that one of them says it."""
+    """The same mistake on every rank; one of them reports it."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on one rank of the job. host: its node. text: the error on one line."""
+    """The error of one rank of the job."""
 
     rank: int
     host: str
+    """Its node."""
     text: str
+    """The error on one line."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.text}"
 
 
 class SharedError(RuntimeError):
-    """An error that is no mistake of the user, raised on every rank alike. step: what the ranks did when it happened;
-    failures: of the ranks on which it did, where that is known."""
+    """An error that is no mistake of the user, raised on all ranks alike.
+
+    Args:
+        step: the operation that failed.
+        failures: one per failed rank, as far as known.
+    """
 
     def __init__(self, message: str, step: str = "", failures: Sequence[RankFailure] = ()) -> None:
         super().__init__(message)
@@ -62,8 +69,8 @@ class JobError(SharedError):
 
 
 class MissingRanksError(RuntimeError):
-    """Not all ranks came to a step: there is nobody to agree with on how to go on. missing: who, as far as this rank
-    knows."""
+    """Not all ranks came to a step, so that no agreement is possible. missing: the absent ones, as
+    far as this rank knows."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -71,4 +78,4 @@ class MissingRanksError(RuntimeError):
 
 
 class RunStopped(Exception):
-    """The run was asked to stop, and is saved."""
+    """The run was asked to stop and saved its state."""

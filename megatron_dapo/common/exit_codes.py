@@ -1,4 +1,4 @@
-"""The exit codes of every process of a run, and what they are called."""
+"""The exit codes of a run's processes, and their names."""
 
 import signal
 
@@ -9,13 +9,15 @@ USER_ERROR_EXIT_CODE = 2
 """Of a process that a mistake of the user ended; it has printed the mistake and the cure."""
 
 HANG_EXIT_CODE = 14
-"""Of a rank whose job hung: it has said who is missing, and left its stacks in hang/ of the logs."""
+"""A rank whose job hung. It has named the missing ranks, and left its stacks in hang/ of the
+logs."""
 
 MISMATCH_EXIT_CODE = 15
-"""Of a run whose servers wrote what its model would not: that batch was not trained on, what was done is saved."""
+"""A run whose servers' log-probs disagree with its model. It is saved without training on that
+batch."""
 
 SAVED_EXIT_CODE = 85
-"""Of a run that was asked to stop: everything is saved, the same command goes on from there."""
+"""A run that was asked to stop. Everything is saved; the same command resumes it."""
 
 _FIRST_SIGNAL = 128
 
@@ -26,12 +28,14 @@ def signal_exit_code(number: int) -> int:
 
 
 def shell_exit_code(returncode: int) -> int:
-    """Return what a shell would report for a return code of `subprocess`, which is negative after a signal."""
+    """Return the exit code a shell would report for `subprocess`'s return code, which is negative
+    after a signal."""
     return returncode if returncode >= 0 else signal_exit_code(-returncode)
 
 
 def exit_phrase(code: int | None) -> str:
-    """Return "ended with exit code 1", "was killed by SIGKILL" or "is still running", for a code of `subprocess`."""
+    """Return "ended with exit code 1", "was killed by SIGKILL" or "is still running", for a code of
+    `subprocess`."""
     if code is None:
         return "is still running"
     if code >= 0:

@@ -12,15 +12,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part: temp file, fsync, rename."""
+    """Write a file so that a reader sees the old content or the new, never a part: temp file,
+    fsync, rename."""
     with whole_file(path) as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a file to write as `write_whole` does, piece by piece; where the block raises, `path` stays as it was. The
-    error of a full disk names the file, as those of opening one do."""
+    """Open a file to write like `write_whole`, in parts; if the block raises, `path` stays as it
+    was. The error of a full disk names the file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -39,7 +40,8 @@ def whole_file(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Flush a file's content to the disk, or of a folder its entries: the names of the files in it."""
+    """Flush a file's content to the disk, or of a folder its entries: the names of the files in
+    it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,16 +50,17 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def publish_folder(staged: Path, final: Path, old: Path) -> None:
-    """Give a finished folder its final name, so that a kill at any moment leaves a whole folder of that name or none.
+    """Give a finished folder its final name; a kill at any moment leaves a whole folder of that
+    name or none.
 
     Args:
-        staged: the folder, whose content is on the disk; on the same file system as `final`.
-        final: its name from now on. A folder that has the name already is moved aside.
-        old: where to move that; what is there is removed first. To be removed by the caller, who decides what happens
-            where that fails.
+        staged: the folder, already flushed to disk, on the same file system as `final`.
+        final: its new name. An existing folder of that name is moved aside.
+        old: the name for that folder; the caller removes it, and decides what a failure means.
+            Anything already there is removed first.
 
     Raises:
-        OSError: where a folder cannot be moved or removed.
+        OSError: if a folder cannot be moved or removed.
     """
     remove_folder(old)
     if final.exists():
@@ -67,7 +70,7 @@ def publish_folder(staged: Path, final: Path, old: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and all that is in it, or a link to one; do nothing where there is none."""
+    """Remove a folder with its content, or a link to one; do nothing if there is none."""
     if folder.is_symlink():  # somebody keeps a folder of this name elsewhere
         folder.unlink()
     elif folder.exists():

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keep the garbage collector away while the block runs; a pause within a pause ends with the outer one.
+    """Pause the garbage collector during the block; nested pauses end with the outer one.
 
-    Every so many new objects it looks through all that there are, in vain where they stay. Also a decorator.
+    It would go through all objects again and again, in vain if they stay. Also a decorator.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,5 @@
-"""Imports what a config key names as `package.module:attribute`, and says in one sentence why it cannot."""
+"""Imports the `package.module:attribute` of a config key, and explains in one sentence why it
+cannot."""
 
 import ast
 import difflib
@@ -11,23 +12,26 @@ from megatron_dapo.common.errors import UserError
 
 
 def import_attribute(key: str, path: str, form: str, name: str | None = None) -> Any:
-    """Import `package.module:attribute`, whose code is the user's. Raises UserError with one sentence.
+    """Import `package.module:attribute`, code of the user.
 
     Args:
         key: the config key that names it.
-        path: what to import.
-        form: what the path must look like, e.g. `package.module:function`.
-        name: what the user wrote, where that is not the path but the name of something built in.
+        path: the path to import.
+        form: the required form, e.g. `package.module:function`.
+        name: the user's own spelling, if `path` comes from a built-in name.
+
+    Raises:
+        UserError: with one sentence.
     """
     module_name, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except SystemExit as error:
         raise UserError(
-            f"{key}: {module_name} ends its process while it is imported, by sys.exit({error.code!r}); let it do that "
-            f"only where it is run as a program (if __name__ == '__main__')."
+            f"{key}: {module_name} calls sys.exit({error.code!r}) while it is imported; move that below "
+            f"if __name__ == '__main__'."
         ) from error
-    except UserError:  # the module itself says what is missing
+    except UserError:  # the module's own message
         raise
     except Exception as error:
         raise UserError(
@@ -37,12 +41,14 @@ def import_attribute(key: str, path: str, form: str, name: str | None = None) ->
 
 
 def fault_without_import(path: str) -> str | None:
-    """Return why `package.module:attribute` cannot be imported, as far as source files say; None where they do not.
+    """Return why `package.module:attribute` cannot be imported, judged by its source files; None if
+    they do not tell.
 
-    No code of the module or of a package above it runs: it may be slow, need a GPU, or import what this machine lacks.
-    What only running it would tell, such as a name that `from x import *` may bring, is no fault.
+    No code of the module or its packages runs: it may be slow, need a GPU, or import packages that
+    this machine lacks. Names that only running it would show, such as those of `from x import *`,
+    are no fault.
 
-    The fault is a clause with the cure, to be put behind "KEY is PATH, ".
+    The fault is a clause with the cure, to follow "KEY is PATH, ".
     """
     module, _, attribute = path.partition(":")
     try:
@@ -51,8 +57,8 @@ def fault_without_import(path: str) -> str | None:
             return None
     except ModuleNotFoundError as error:
         return (
-            f"but the module {error.name} is not found from the folder the run is started in; correct the name, or "
-            f"start it where the module is."
+            f"but the module {error.name} is not found from the current folder; correct the name, or "
+            f"start the run in the module's folder."
         )
     except (SyntaxError, ValueError) as error:  # ValueError: null bytes
         return f"but the module {module} is not Python: {error}; correct it."
@@ -64,7 +70,8 @@ def fault_without_import(path: str) -> str | None:
 
 
 def _source(module: str) -> str | None:
-    """Return the source of a module; None where it has none that can be read. Raises ModuleNotFoundError."""
+    """Return the source of a module, or None without readable source. Raises
+    ModuleNotFoundError."""
     parts = module.split(".")
     spec = _find(parts[0], None)
     for end in range(2, len(parts) + 1):
@@ -77,10 +84,11 @@ def _source(module: str) -> str | None:
 
 
 def _find(name: str, package: ModuleSpec | None) -> ModuleSpec | None:
-    """Return where a module is, None where only running its package would tell. Raises ModuleNotFoundError."""
+    """Return the location of a module; None if only running its package would tell. Raises
+    ModuleNotFoundError."""
     if package is None:
         try:
-            spec = importlib.util.find_spec(name)  # of a name without dots: nothing is run
+            spec = importlib.util.find_spec(name)  # of a name without dots: no code runs
         except ValueError:  # a module that was made, not found
             return None
     elif package.submodule_search_locations is None:
@@ -88,7 +96,8 @@ def _find(name: str, package: ModuleSpec | None) -> ModuleSpec | None:
     elif "__path__" in (_read(package) or ""):
         return None
     else:
-        # without its package's name: of a folder without __init__.py the finder would look that up among the imported
+        # without its package's name: of a folder without __init__.py the finder would look that up
+        # among the imported
         spec = PathFinder.find_spec(name.rpartition(".")[2], list(package.submodule_search_locations))
     if spec is None:
         raise ModuleNotFoundError(name=name)
@@ -98,12 +107,12 @@ def _find(name: str, package: ModuleSpec | None) -> ModuleSpec | None:
 def _read(spec: ModuleSpec) -> str | None:
     try:
         return spec.loader.get_source(spec.name)  # type: ignore[union-attr]
-    except (AttributeError, ImportError):  # a loader that has no source, or an encoding that is not that of the file
+    except (AttributeError, ImportError):  # a loader without source, or a wrong encoding
         return None
 
 
 def _names_bound_by(source: str, module: str) -> set[str] | None:
-    """Return the names that a module's top level binds; None where it may bind others while it runs."""
+    """Return the names bound at a module's top level; None if it may bind others at run time."""
     tree = ast.parse(source, module)
     if any(_may_bind_any_name(node) for node in ast.walk(tree)):
         return None

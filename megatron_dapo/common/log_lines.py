@@ -1,4 +1,4 @@
-"""What a log says of the end of the process that wrote it, where nothing else does."""
+"""Reads the error of a dead process from its log, for lack of a better record."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _ERROR = re.compile(r"^(\[rank\d+\]: )?((\w+\.)*\w*(Error|Exception|Failure|Inte
 
 
 def read_lines(log: Path, start: int = 0) -> list[str]:
-    """Return the lines of a log from byte `start` on; none where there is no such file."""
+    """Return the lines of a log from byte `start` on; [] without a file."""
     if not log.exists():
         return []
     with log.open("rb") as file:

@@ -1,4 +1,5 @@
-"""NVIDIA's driver on this machine, as the kernel tells it: without torch, and where torch cannot use it."""
+"""NVIDIA's driver on this machine, as the kernel reports it: without torch, even if torch cannot
+use it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Processes that must not outlive the one that started them."""
+"""Ends processes that must not outlive their parent."""
 
 import ctypes
 import os
@@ -8,12 +8,12 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # not loaded after a fork, where another thread may have held the loader's lock
+_libc = ctypes.CDLL(None)  # not loaded after a fork: another thread may have held the loader's lock
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this child when the thread that started it ends, however that ends (Linux). parent: the
-    starter's pid; where that is gone already the child ends at once."""
+    """Have the kernel kill this child when the thread that started it ends (Linux). parent: the
+    starter's pid; if it is gone already, the child ends at once."""
     if sys.platform == "linux":
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -23,8 +23,8 @@ def end_with_parent(parent: int) -> None:
 def watch_parent(interval_s: float = 1.0) -> None:
     """Start a thread that kills this process within about interval_s seconds after its parent ends.
 
-    This is for a parent that may have started us in a thread that ends before the parent does, such as an MPI launcher:
-    there `end_with_parent` would act too early.
+    This is for a parent that may have started us in a thread that ends before the parent does, such
+    as an MPI launcher: there `end_with_parent` would act too early.
     """
     threading.Thread(target=_end_after, args=(os.getppid(), interval_s), name="parent-watch", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a rollout, besides mistakes of the user."""
+"""Errors of a rollout, besides mistakes of the user."""
 
 from typing import ClassVar
 
@@ -28,19 +28,20 @@ class ServersMissing(RolloutError):
 
 
 class ForeignSamples(RolloutError):
-    """Servers wrote what the trainer's weights would not: that batch is not trained on."""
+    """The servers' log-probs disagree with the trainer's weights; the batch is not trained on."""
 
     end_kind = EndKind.MISMATCH
     exit_code = MISMATCH_EXIT_CODE
 
 
 class Aborted(Exception):
-    """Sampling was asked to end, and a response is not finished."""
+    """Sampling was asked to end before a response was finished."""
 
 
 class Interrupted(RolloutError):
-    """A step was asked to stop before it had its groups: what is finished stays in the rollout's state."""
+    """A step was asked to stop before its groups were complete; finished groups stay in the
+    rollout's state."""
 
 
 class NeedsSync(RolloutError):
-    """No server holds the weights that were asked for: push them and ask again, nothing was lost."""
+    """No server holds the requested weights: push them and ask again; nothing is lost."""

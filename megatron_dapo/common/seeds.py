@@ -8,7 +8,7 @@ _NUMPY_SEEDS = 2**32
 
 
 def seed_from(*parts: int | str) -> int:
-    """Return a seed in [0, 2^63) that is the same for the same parts on every machine, and differs for others."""
+    """Return a seed in [0, 2^63): equal for equal parts on every machine, different for others."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -21,17 +21,17 @@ def ignore_signals(numbers: Iterable[signal.Signals]) -> None:
 
 
 def reset_signals(numbers: Iterable[signal.Signals]) -> None:
-    """Have these signals do what they do in a process that never asked for them."""
+    """Restore the default action of these signals."""
     for number in numbers:
         signal.signal(number, signal.SIG_DFL)
 
 
 class SignalReceiver:
-    """Remembers the signals that came, in order, and may act on each of them.
+    """Remembers received signals in order, and may act on each of them.
 
-    Install it for the rest of the process's life, or enter it to have the former handlers back at the end. Outside the
-    main thread it changes nothing: signals go there. Unlike an ignored signal, one that is received and not acted on
-    keeps its default action in the processes that this one starts.
+    Install it for the rest of the process, or enter it to restore the former handlers at the end.
+    Outside the main thread it changes nothing, since signals go to the main thread. Child processes
+    keep the default action of a received signal, unlike an ignored one.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class SignalReceiver:
 
         Args:
             numbers: the signals.
-            on_signal: called in the main thread for each signal that came, after it was remembered; it may raise.
-            keep_ignored: of these signals those that are ignored already stay ignored.
+            on_signal: called in the main thread for each signal, after it was remembered; it may
+                raise.
+            keep_ignored: signals to leave alone if they are ignored already.
         """
         self.received: list[signal.Signals] = []
         self._numbers = numbers
@@ -66,7 +67,8 @@ class SignalReceiver:
     def restore(self) -> None:
         """Put the handlers back that were there before `install`."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that Python did not install
+            # None: a handler that Python did not install
+            signal.signal(number, handler or signal.SIG_DFL)
         self._previous = {}
 
     def __enter__(self) -> "SignalReceiver":
@@ -83,9 +85,10 @@ class SignalReceiver:
 
 
 class StopSignals:
-    """While entered, remembers the first signal that asks to stop, and how many requests came. Nothing is interrupted.
+    """While entered, remembers the first signal that asks to stop, and counts the requests.
+    Interrupts nothing.
 
-    Under `nohup` SIGHUP is no such signal.
+    Under `nohup`, SIGHUP is no such signal.
     """
 
     def __init__(
@@ -98,10 +101,10 @@ class StopSignals:
 
         Args:
             numbers: the signals.
-            ends_at_once: ends the process, as it would without this, where it is not of the first request.
-            one_request_s: what comes within this of the first signal is the same request: service managers send SIGHUP
-                right after SIGTERM, and each of them to the launcher and to the ranks, to which the launcher passes it
-                on.
+            ends_at_once: this signal keeps its default action after the first request.
+            one_request_s: signals within this time of the first belong to the same request. Service
+                managers send SIGHUP right after SIGTERM, each to the launcher and to the ranks, and
+                the launcher passes it on to the ranks.
         """
         self.received: signal.Signals | None = None
         self.num_received = 0

@@ -13,7 +13,7 @@ def ceil_div(number: int, divisor: int) -> int:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is not below `number`."""
+    """Round up to a multiple of `multiple`."""
     return ceil_div(number, multiple) * multiple
 
 
@@ -29,5 +29,6 @@ def format_bytes(num_bytes: float, digits: int = 2) -> str:
 
 
 def format_gb(num_bytes: float) -> str:
-    """Return the number of gigabytes alone, for a line that names the unit once; two digits of what is small."""
+    """Return the number of gigabytes, for a line that names the unit once; small values get two
+    digits."""
     return f"{num_bytes / GB:.1f}" if num_bytes >= 0.05 * GB else f"{num_bytes / GB:.2g}"

@@ -1,1 +1,2 @@
-"""Environments of multi-turn rollouts: the protocol, those that are shipped, and the processes that they run in."""
+"""Environments of multi-turn rollouts: the protocol, the built-in ones, and their worker
+processes."""

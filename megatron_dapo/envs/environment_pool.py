@@ -1,4 +1,5 @@
-"""The environment pool: worker processes with hard limits. A stuck environment costs one trajectory, never the run."""
+"""The environment pool: worker processes with hard limits. A stuck environment costs one
+trajectory, never the run."""
 
 import logging
 import os
@@ -18,7 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class EnvironmentFailure(Exception):
-    """The environment of one trajectory did not answer. reason: "timeout", "crash" or "exception: ..."."""
+    """The environment of one trajectory did not answer. reason: "timeout", "crash" or "exception:
+    ..."."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -65,19 +67,23 @@ class EnvironmentPool:
         self._logged: set[str] = set()
 
     async def start(self) -> None:
-        """Start the workers. Raises UserError for an unusable environment, WorkerLost where one does not start."""
+        """Start the workers. Raises UserError for an unusable environment, WorkerLost if one does
+        not start."""
         check_environment(self._environment)
         await self._pool.start()
 
     @asynccontextmanager
     async def session(self, seed: int = 0) -> AsyncIterator["EnvironmentSession"]:
-        """Lend an environment for one trajectory; wait until a worker is free. seed: of Python's and numpy's random
-        generators in its process, from `reset` on.
+        """Lend an environment for one trajectory; wait until a worker is free.
 
-        At the end it is closed, or, where it is in the middle of an answer, killed and replaced; the caller does not
-        wait for that.
+        At the end it is closed, or killed and replaced if it is still answering; the caller does
+        not wait for that.
 
-        Raises EnvironmentFailure.
+        Args:
+            seed: of Python's and numpy's random generators in its process, from `reset` on.
+
+        Raises:
+            EnvironmentFailure: if the worker ended.
         """
         try:
             async with self._pool.worker() as worker:
@@ -100,7 +106,8 @@ class EnvironmentPool:
 
 
 class EnvironmentSession:
-    """The environment of one trajectory, in its worker. Calls raise EnvironmentFailure or WorkerLost."""
+    """The environment of one trajectory, in its worker. Calls raise EnvironmentFailure or
+    WorkerLost."""
 
     def __init__(self, worker: Worker, timeout_s: float, seed: int) -> None:
         self._worker = worker

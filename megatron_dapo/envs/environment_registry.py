@@ -13,7 +13,8 @@ KEY = "actor_rollout_ref.rollout.multi_turn.environment"
 
 
 def check_environment(name: str) -> None:
-    """Raise UserError for a name that is neither in the table nor an import path. Imports nothing."""
+    """Raise UserError for a name that is neither in the table nor an import path. Imports
+    nothing."""
     if name in BUILT_IN_ENVIRONMENTS or ":" in name:
         return
     near = difflib.get_close_matches(name, BUILT_IN_ENVIRONMENTS, n=1)
@@ -26,7 +27,8 @@ def check_environment(name: str) -> None:
 def make(name: str, kwargs: dict[str, Any]) -> Environment:
     """Return a new environment.
 
-    Raises UserError where it cannot be imported or does not take these keyword arguments.
+    Raises:
+        UserError: if it cannot be imported or does not take these keyword arguments.
     """
     path = BUILT_IN_ENVIRONMENTS.get(name, name)
     factory: Callable[..., Environment] = import_attribute(KEY, path, "package.module:Class", name=name)

@@ -2,8 +2,8 @@
 
 Started, watched and killed by the environment pool.
 
-The settings are answered by {} or {"user_error": ...}. Then per trajectory {"reset": task, "seed": of the random
-generators}, {"step": text} ..., each answered by an observation, and {"close": true}.
+The settings are answered by {} or {"user_error": ...}. Then per trajectory {"reset": task, "seed":
+of the random generators}, {"step": text} ..., each answered by an observation, and {"close": true}.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class EnvironmentHost:
         self._loop = asyncio.new_event_loop()
 
     def check(self) -> None:
-        """Raise UserError where no environment can be made."""
+        """Raise UserError if no environment can be made."""
         make(self._name, self._kwargs)
 
     def answer(self, message: Message) -> Message:
@@ -61,7 +61,7 @@ class EnvironmentHost:
 
 
 def _plain(observation: Observation) -> Message:
-    """Return an observation as plain data. Raises TypeError for what is none."""
+    """Return an observation as plain data. Raises TypeError for any other object."""
     if not isinstance(observation, Observation):
         raise TypeError(f"an environment answers with an Observation, not {type(observation).__name__}")
     return {

@@ -1,6 +1,7 @@
 """Write a prompt file of reasoning-gym's problems.
 
-python -m megatron_dapo.envs.prompts reasoning_gym --task chain_sum --size 1000 --output train.jsonl [key=value ...]
+python -m megatron_dapo.envs.prompts reasoning_gym --task chain_sum --size 1000 --output train.jsonl
+[key=value ...]
 """
 
 import argparse
@@ -19,8 +20,8 @@ _HOW_TO_ANSWER = "\n\nGive the final answer, and nothing else, between <answer> 
 
 
 def reasoning_gym_rows(task: str, size: int, seed: int, config: dict[str, Any]) -> list[dict]:
-    """Return the lines of a prompt file: `size` problems of a task. config: keys of the task's own. Raises
-    UserError."""
+    """Return the lines of a prompt file: `size` problems of a task. config: keys of the task's own.
+    Raises UserError."""
     tasks = reasoning_gym.create(task, seed, size, config)
     return [
         {
@@ -34,7 +35,8 @@ def reasoning_gym_rows(task: str, size: int, seed: int, config: dict[str, Any]) 
 
 
 def write_prompt_file(path: Path, make_rows: Callable[[], list[dict]]) -> int:
-    """Write rows to a .jsonl file, or say why there are none. Returns the exit code of a program that does so."""
+    """Write rows to a .jsonl file, or say why there are none. Returns the exit code of a program
+    that does so."""
     try:
         rows = make_rows()
         if not rows:
@@ -57,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _config(settings: list[str]) -> dict[str, Any]:
-    """Return key=value arguments as a dictionary. Values are JSON; what is no JSON is text."""
+    """Return key=value arguments as a dictionary. Values are JSON; any other value is text."""
     config = {}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym over several turns: a wrong answer is told, and may be corrected."""
+"""Any task of reasoning-gym over several turns: a wrong answer may be corrected."""
 
 from megatron_dapo.envs.environment import Observation, Task
 from megatron_dapo.rewards import reasoning_gym_reward as reasoning_gym
@@ -9,7 +9,8 @@ class ReasoningGym:
 
     The task is the data source, `reasoning_gym/TASK`.
 
-    attempts: answers per trajectory. discount: factor of the reward for every wrong answer before the right one.
+    attempts: answers per trajectory. discount: factor of the reward for every wrong answer before
+    the right one.
     """
 
     def __init__(self, attempts: int = 3, discount: float = 1.0) -> None:

@@ -1,6 +1,6 @@
-"""Text games: a place and a task in words, one command per turn, what happened in words.
+"""Text games: a place and a task in words, one command per turn, and the result in words.
 
-What the model reads and writes is here; examples/text_games has games.
+This file formats the model's input and output; examples/text_games has games.
 """
 
 import re
@@ -15,11 +15,13 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Scene:
-    """A game's words. commands: those it would understand now. won: the task is done."""
+    """A game's words."""
 
     text: str
     commands: tuple[str, ...]
+    """The commands it would understand now."""
     won: bool = False
+    """Whether the task is done."""
     over: bool = False
 
 
@@ -66,7 +68,7 @@ class TextGameEnvironment:
 
 
 def command_of(response: str) -> str:
-    """Return the last <action>, or without one the last line that is not empty, without a leading ">"."""
+    """Return the last <action>, or without one the last nonempty line, without a leading ">"."""
     actions = _ACTION.findall(response)
     lines = [line for line in response.splitlines() if line.strip()]
     return (actions or lines or [""])[-1].strip().removeprefix(">").strip()

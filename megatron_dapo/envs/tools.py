@@ -1,4 +1,5 @@
-"""Tools: the model writes a call and reads the result that the environment gives, until it answers without a call."""
+"""Tools: the model writes a call and reads the result that the environment gives, until it answers
+without a call."""
 
 import inspect
 import json
@@ -11,11 +12,13 @@ Tool = Callable[..., str]
 
 
 class ToolEnvironment:
-    """Tools, called between `call_open` and `call_close`; a turn without a call is the answer, and ends the trajectory.
+    """Tools, called between `call_open` and `call_close`; a turn without a call is the answer, and
+    ends the trajectory.
 
-    A call is a JSON object with name and arguments, as Qwen and Hermes models write it, or, where there is one tool,
-    the bare text of its one argument. result: what the model reads, with {} for the tool's answer; role: as what.
-    The environment gives no reward: the reward function scores the whole text.
+    A call is a JSON object with name and arguments, as Qwen and Hermes models write it, or, for a
+    single tool, the bare text of its one argument. result: the template of the model's next input,
+    with {} for the tool's answer. role: the role of that message. The environment gives no reward:
+    the reward function scores the whole text.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class ToolEnvironment:
         """Do nothing, because nothing is open."""
 
     def _run(self, call: str) -> str:
-        """Return the tool's answer, or what was wrong with the call: the model can read it and try again."""
+        """Return the tool's answer, or the fault of the call: the model can read it and try
+        again."""
         try:
             name, arguments = self._parsed(call)
             if name not in self._tools:
@@ -72,5 +76,5 @@ class ToolEnvironment:
 
 
 def find_calls(text: str, call_open: str, call_close: str) -> list[str]:
-    """Return what stands between the marks, in order; a call that is not closed reaches to the end."""
+    """Return the text between the marks, in order; an unclosed call reaches to the end."""
     return [part.partition(call_close)[0] for part in text.split(call_open)[1:]]

@@ -1,1 +1,1 @@
-"""The operations whose cost decides a step, each with one entry point."""
+"""The operations that dominate a step's cost, each with one entry point."""

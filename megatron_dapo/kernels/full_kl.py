@@ -1,4 +1,5 @@
-"""The KL from one linear head to another over the whole vocabulary, composable with any loss, never holding the logits.
+"""The KL from one linear head to another over the whole vocabulary, composable with any loss, never
+holding the logits.
 
 The backward pass computes each chunk's logits again, as in `linear_logprob.py`.
 """
@@ -25,10 +26,11 @@ def linear_full_kl(
     group: dist.ProcessGroup | None = None,
     use_triton: bool | None = None,
 ) -> Tensor:
-    """Return sum_v p(v) (log p(v) - log q(v)) [N], p and q the softmax of each one's hidden @ weight.T / temperature.
+    """Return sum_v p(v) (log p(v) - log q(v)) [N], p and q the softmax of each head's hidden @
+    weight.T / temperature.
 
-    The arguments, and whose gradients come out of what, are those of `linear_logprob_entropy`; the reference's hidden
-    states may be of another size, and it gets no gradient. Every rank of `group` must call it with the same N.
+    Arguments and gradients are those of `linear_logprob_entropy`. The reference's hidden size may
+    differ; it gets no gradient. Every rank of `group` must call it with the same N.
     """
     share = VocabShare.of(weight_VH, num_valid_columns, group)
     inv_temperature = inverse_temperature(temperature, hidden_NH[:, 0], accumulation_dtype(weight_VH.dtype))
@@ -85,7 +87,7 @@ def _pair(hidden: Tensor, weight: Tensor, ref_weight: Tensor, settings: tuple) -
 def _statistics(
     pair: tuple[ChunkBackend, ChunkBackend], hidden: Tensor, ref_hidden: Tensor, inv_temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return both heads' statistics of the same rows; no target is asked for."""
+    """Return both heads' statistics of the same rows, without targets."""
     nobody = torch.full(inv_temperature.shape, -1, dtype=torch.int64, device=hidden.device)
     return (
         pair[0].statistics(hidden, inv_temperature, nobody, False),

@@ -1,10 +1,11 @@
-"""The heads of a training run: log-probs alone (`head_log_probs`), with the KL to another model (`head_full_kl`), and
-the whole loss with its gradient in one pass.
+"""The heads of a training run: log-probs (`head_log_probs`), log-probs with the KL to another model
+(`head_full_kl`), and the whole loss with its gradient in one pass.
 
-`fused_dapo_head` computes every chunk of logits once: statistics, loss, gradient of the logits, and from it the
-gradient of the hidden states and of the weight, before the next chunk overwrites the buffer (6 N H V operations, no
-recompute). It can, because a loss that sums over tokens needs nothing of a token but its own log-prob, entropy and KL:
-the division by the global count comes later and is linear. All heads cut rows alike and compute equal bits.
+`fused_dapo_head` computes every chunk of logits once. Before the next chunk overwrites the buffer,
+it derives statistics, loss and the gradients of logits, hidden states and weight (6 N H V
+operations, no recompute). This works because a token's term of the loss depends only on its own
+log-prob, entropy and KL. The division by the global count comes later and is linear. All heads cut
+rows alike and compute equal bits.
 """
 
 from collections.abc import Iterator
@@ -26,50 +27,58 @@ from megatron_dapo.kernels.token_loss import token_loss
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """What every pass through the head has in common.
-
-    weight_VH: this rank's rows of the vocabulary. group: the tensor-parallel ranks that share it, or None.
-    num_valid_columns: columns of the whole vocabulary that exist. temperature: one number, or one per counted row [N].
-    use_triton None: by device.
-    """
+    """The output layer, common to all passes through the head."""
 
     weight_VH: Tensor
+    """This rank's rows of the vocabulary."""
     group: dist.ProcessGroup | None = None
+    """The tensor-parallel ranks that share the vocabulary, or None."""
     num_valid_columns: int | None = None
+    """Columns of the whole vocabulary, without padding."""
     temperature: float | Tensor = 1.0
+    """One number, or one per counted row [N]."""
     use_triton: bool | None = None
+    """None: by device."""
 
 
 @dataclass(frozen=True, eq=False)
 class KLReference:
-    """What a KL over the whole vocabulary is measured to: another model's hidden states, of this rank's counted rows
-    alone (`RowPlan.kept_rows`), and its rows of the vocabulary, cut like ours. Its hidden size may differ."""
+    """The model on the other side of a KL over the whole vocabulary."""
 
     hidden_KH: Tensor
+    """Its hidden states of this rank's counted rows (`RowPlan.kept_rows`); its hidden size may
+    differ."""
     weight_VH: Tensor
+    """Its rows of the vocabulary, cut like ours."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeadLoss:
-    """loss_sum: scalar, with gradient. The rest without: log_probs, entropy [N] (None where nobody asked; the head
-    itself always has the log-probs), the count that the loss is divided by, metric sums [K, 2] and maxima [M] in the
-    order of `metric_names`."""
+    """The loss of a batch. Only `loss_sum` has a gradient."""
 
     loss_sum: Tensor
+    """Scalar."""
     log_probs: Tensor | None
+    """[N], or None if not requested."""
     entropy: Tensor | None
+    """[N], or None if not requested."""
     count: Tensor
+    """The loss's divisor."""
     sums: Tensor
+    """Metric sums [K, 2], in the order of `metric_names`."""
     maxima: Tensor
+    """Metric maxima [M], in the order of `metric_names`."""
 
 
 def head_log_probs(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, *, want_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (log-prob [N], entropy [N] or None) of the plan's rows, without gradient; float32 (float64 for float64).
+    """Return (log-prob [N], entropy [N] or None) of the plan's rows, without gradient; float32
+    (float64 for float64).
 
-    hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit, on the other rows
-    (on CPU as far as the matrix library keeps to that: it does for hidden sizes of whole cache lines).
+    hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit,
+    on the other rows (on CPU as far as the matrix library keeps to that: it does for hidden sizes
+    of whole cache lines).
     """
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
@@ -84,8 +93,8 @@ def head_log_probs(
 def head_full_kl(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: KLReference
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without gradient, as
-    `head_log_probs`; q is the reference's at the same temperature."""
+    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without
+    gradient, as `head_log_probs`; q is the reference's at the same temperature."""
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
@@ -107,24 +116,30 @@ def fused_dapo_head(
     loss_scale: float = 1.0,
     reference: KLReference | None = None,
 ) -> HeadLoss:
-    """Return the summed loss of `algorithms.dapo_loss` over the plan's rows, with its gradients computed in this very
-    call.
+    """Return the summed loss of `algorithms.dapo_loss` over the plan's rows; this very call
+    computes its gradients.
 
-    hidden_LH: [L, H], this rank's rows as the plan cuts them. targets_N and every field of tokens: [N], the counted
-    rows in order. Backward hands out the gradient of hidden_LH (summed over the group; with sequence parallelism this
-    rank's slice). The gradient of the weight is added, during this call, to weight.main_grad where there is one
-    (float32; Megatron's convention, so zero it before), else handed out by backward too. loss_scale: what backward will
-    get as the gradient of loss_sum; it checks that on the device. reference: where the loss has the KL over the whole
-    vocabulary (use_full_kl); no gradient goes there.
+    Backward hands out the gradient of hidden_LH: summed over the group, or with sequence
+    parallelism this rank's slice. The gradient of the weight is added to weight.main_grad during
+    this call, if there is one (float32; zero it before, as is Megatron's convention); otherwise
+    backward hands it out too. Every rank of the group must call it with the same plan.
 
-    Raises TypeError for a loss that is not a sum over tokens (a ratio of whole sequences needs
-    `linear_logprob_entropy`), RuntimeError without grad mode or inside activation recompute, where the weight's
-    gradient would be added twice. Every rank of the group must call it with the same plan.
+    Args:
+        hidden_LH: [L, H], this rank's rows in the plan's cut.
+        targets_N: [N], the counted rows in order, like every field of tokens.
+        loss_scale: the gradient of loss_sum that backward will get; checked there, on the device.
+        reference: for the KL over the whole vocabulary (use_full_kl); it gets no gradient.
+
+    Raises:
+        TypeError: for a loss that is not a sum over tokens; a ratio of whole sequences needs
+            `linear_logprob_entropy`.
+        RuntimeError: without grad mode, or inside activation recompute, which would add the
+            weight's gradient twice.
     """
     if not isinstance(loss, LossConfig):
         raise TypeError(
-            f"fused_dapo_head takes a LossConfig, a loss that is a sum over tokens, not {type(loss).__name__}: for a "
-            "loss that looks at whole sequences compose it from linear_logprob_entropy."
+            f"fused_dapo_head takes a LossConfig, a sum over tokens, not {type(loss).__name__}; for a "
+            "loss over whole sequences use linear_logprob_entropy."
         )
     if not torch.is_grad_enabled():
         raise RuntimeError("fused_dapo_head computes gradients: without grad mode use head_log_probs.")
@@ -205,8 +220,8 @@ def _chunks(
     want_entropy: bool,
     reference: KLReference | None = None,
 ) -> Iterator[tuple[RowChunk, ChunkBackend, Merged, Divergence | None]]:
-    """Yield (chunk, the backend that holds its logits, its merged statistics, the KL to the reference where there is
-    one), one after the other."""
+    """Yield for each chunk: the chunk, the backend with its logits, its merged statistics, and the
+    KL to the reference or None."""
     share = VocabShare.of(head.weight_VH, head.num_valid_columns, head.group)
     largest = max((chunk.num_rows for chunk in plan.chunks), default=0)
 
@@ -236,8 +251,8 @@ def _chunks(
 
 
 def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]]:
-    """Yield every chunk with its rows [n, H]. With sequence parallelism the next one travels while this one is worked
-    on."""
+    """Yield every chunk with its rows [n, H]. With sequence parallelism the next one travels while
+    this one is worked on."""
     if plan.group is None:
         for chunk in plan.chunks:
             yield chunk, hidden.index_select(0, chunk.local)
@@ -259,7 +274,8 @@ def _gathered(hidden: Tensor, plan: RowPlan) -> Iterator[tuple[RowChunk, Tensor]
 
 
 def gathered_rows(hidden_KH: Tensor, plan: RowPlan) -> Tensor:
-    """Return [N, H]: all the rows that the ranks of the plan hold, in order, on every one of them."""
+    """Return [N, H]: all the rows that the ranks of the plan hold, in order, on every one of
+    them."""
     whole = hidden_KH.new_empty(plan.num_counted, hidden_KH.size(1))
     for chunk, part in _gathered(hidden_KH, plan):
         whole[chunk.places] = part
@@ -267,7 +283,8 @@ def gathered_rows(hidden_KH: Tensor, plan: RowPlan) -> Tensor:
 
 
 class _GradHidden:
-    """The gradient of this rank's hidden rows, summed over the ranks chunk by chunk while the next one is computed."""
+    """The gradient of this rank's hidden rows, summed over the ranks chunk by chunk while the next
+    one is computed."""
 
     def __init__(self, hidden: Tensor, plan: RowPlan, group: dist.ProcessGroup | None) -> None:
         self._grad = torch.zeros_like(hidden)
@@ -305,7 +322,7 @@ class _GradHidden:
 
 
 def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return where the gradient of the weight is added up: Megatron's buffer, or a new one; None for a frozen
+    """Return the buffer that sums the weight's gradient: Megatron's or a new one; None for a frozen
     weight."""
     if not weight.requires_grad:
         return None
@@ -318,8 +335,11 @@ def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
-    """Return what backward returns for the weight. Where main_grad has it already: Megatron's convention for such a
-    gradient, a dummy that fires the hooks, zeros where an embedding of the same weight adds its own to it."""
+    """Return backward's result for the weight.
+
+    If main_grad has the gradient already, Megatron expects a dummy that fires the hooks: zeros if
+    an embedding of the same weight adds its own gradient to it.
+    """
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)
     setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  Megatron's mark, of no tensor's type

@@ -1,7 +1,9 @@
-"""Log-probability and entropy of given tokens under a linear head, composable with any loss, never holding the logits.
+"""Log-probability and entropy of given tokens under a linear head, composable with any loss, never
+holding the logits.
 
-The backward pass computes each chunk of logits again (8 N H V operations in all, against 6 of `fused_dapo_head`): the
-way for a loss that the fused head cannot take, and the oracle that it must equal.
+The backward pass computes each chunk of logits again (8 N H V operations in all, against 6 of
+`fused_dapo_head`): the way for a loss that the fused head cannot take, and the oracle that it must
+equal.
 """
 
 import torch
@@ -25,16 +27,21 @@ def linear_logprob_entropy(
     group: dist.ProcessGroup | None = None,
     use_triton: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log p(targets) [N], and the entropy [N] if wanted, of softmax(hidden @ weight.T / temperature).
+    """Return log p(targets) [N], and the entropy [N] if wanted, of softmax(hidden @ weight.T /
+    temperature).
 
-    hidden_NH: [N, H], the same on all ranks of `group`. weight_VH: [V / ranks, H], this rank's rows of the vocabulary.
-    targets_N: [N] int64, in the whole vocabulary. temperature: one number, or one per row [N]. num_valid_columns:
-    columns of the whole vocabulary that exist; the rest is padding and gets no probability. chunk_size: rows of logits
-    held at once. use_triton None: by device.
+    Results are float32 (float64 for float64 inputs), at most 0. Gradients: this rank's share of d
+    hidden (the caller sums it over `group`, as for any column-parallel layer) and the whole of d
+    weight. Every rank of `group` must call it with the same N, zero included.
 
-    Float32 results (float64 for float64 inputs), at most 0. Gradients: this rank's share of d hidden (to be summed over
-    `group` by the caller, as any column-parallel layer's) and the whole of d weight.
-    Every rank of `group` must call it with the same N, zero included.
+    Args:
+        hidden_NH: [N, H], the same on all ranks of `group`.
+        weight_VH: [V / ranks, H], this rank's rows of the vocabulary.
+        targets_N: [N] int64, in the whole vocabulary.
+        temperature: one number, or one per row [N].
+        num_valid_columns: columns of the whole vocabulary; padding beyond it gets no probability.
+        chunk_size: rows of logits held at once.
+        use_triton: None: by device.
     """
     share = VocabShare.of(weight_VH, num_valid_columns, group)
     log_prob, entropy = _LinearLogProb.apply(
@@ -52,7 +59,8 @@ def linear_logprob_entropy(
 
 
 class VocabShare:
-    """This rank's rows of the vocabulary: index of the first, and how many of them exist (the rest is padding)."""
+    """This rank's rows of the vocabulary: index of the first, and how many of them exist (the rest
+    is padding)."""
 
     def __init__(self, first: int, num_valid: int) -> None:
         self.first = first

@@ -1,7 +1,8 @@
-"""A chunk of logits at a time: the products and row operations that every head is made of, in torch and in Triton.
+"""A chunk of logits at a time: the products and row operations that every head is made of, in torch
+and in Triton.
 
-Only the valid rows of the vocabulary enter a product, so padding columns never exist. `chunk_backend` chooses by the
-device.
+Only the valid rows of the vocabulary enter a product, so padding columns never exist.
+`chunk_backend` chooses by the device.
 """
 
 import functools
@@ -13,8 +14,9 @@ from torch import Tensor
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.kernels.statistics import Merged, empty_share
 
-# Rows of a product are padded to a multiple of this: below four rows a CPU's matrix library takes another path, and a
-# row's log-prob would depend, in its last bits, on how many others it is computed with.
+# Rows of a product are padded to a multiple of this. Below four rows a CPU's matrix library takes
+# another path, and the
+# last bits of a row's log-prob would depend on the number of rows beside it.
 _CPU_ROW_MULTIPLE = 8
 _CPU_ROW_BLOCK = 32  # rows that stay in a core's cache from one operation to the next
 
@@ -36,25 +38,31 @@ def runs_on_triton(tensor: Tensor) -> bool:
 
 
 class Divergence(NamedTuple):
-    """reference: what `ChunkBackend.divergence` was given. kl, grad: [N], KL(p || q) and dL/dKL of each row."""
+    """The KL of each row to a reference."""
 
     reference: "ChunkBackend"
+    """The argument of `ChunkBackend.divergence`."""
     kl: Tensor
+    """[N], KL(p || q)."""
     grad: Tensor
+    """[N], dL/dKL."""
 
 
 class ChunkBackend(Protocol):
-    """Logits of one chunk of rows, in buffers that the next chunk overwrites. V: this rank's valid columns."""
+    """Logits of one chunk of rows, in buffers that the next chunk overwrites. V: this rank's valid
+    columns."""
 
     def statistics(
         self, hidden_NH: Tensor, inv_temperature_N: Tensor, local_targets_N: Tensor, want_entropy: bool
     ) -> Tensor:
-        """Compute the chunk's logits and return [N, 4] as in `statistics.py`; u is 0 unless want_entropy."""
+        """Compute the chunk's logits and return [N, 4] as in `statistics.py`; u is 0 unless
+        want_entropy."""
         ...
 
     def divergence(self, reference: "ChunkBackend", merged: Merged, of_reference: Merged) -> Tensor:
-        """Return [N]: this rank's share of sum_j p_j (log p_j - log q_j), q being the reference's. Both have the
-        `statistics` of the same rows; the differences log p_j - log q_j take the place of the reference's logits."""
+        """Return [N]: this rank's share of sum_j p_j (log p_j - log q_j), q being the reference's.
+        Both have the `statistics` of the same rows; the differences log p_j - log q_j take the
+        place of the reference's logits."""
         ...
 
     def gradient(
@@ -64,7 +72,8 @@ class ChunkBackend(Protocol):
         grad_entropy_N: Tensor | None,
         divergence: Divergence | None = None,
     ) -> None:
-        """Turn the logits into the gradient of the logits. Once per `statistics`; divergence: after `divergence`."""
+        """Turn the logits into the gradient of the logits. Once per `statistics`; divergence: after
+        `divergence`."""
         ...
 
     def grad_hidden(self) -> Tensor:
@@ -77,15 +86,15 @@ class ChunkBackend(Protocol):
 
 
 def chunk_backend(weight_VH: Tensor, chunk_size: int, num_used: int, use_triton: bool | None = None) -> ChunkBackend:
-    """Return the backend for chunks of at most chunk_size rows, of which the largest to come has num_used. use_triton
-    None: by device."""
+    """Return the backend for chunks of at most chunk_size rows; the largest one will use num_used
+    of them. use_triton None: by device."""
     if runs_on_triton(weight_VH) if use_triton is None else use_triton:
         return _TritonChunk(weight_VH, chunk_size)
     return _TorchChunk(weight_VH, num_used)
 
 
 class _TorchChunk:
-    """Two buffers of [num_rows, V]: x - m, and e^(x - m), which becomes the gradient."""
+    """Two buffers of [num_rows, V]: x - m, and e^(x - m), later overwritten by the gradient."""
 
     def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
         self._dtype = accumulation_dtype(weight_VH.dtype)
@@ -110,7 +119,8 @@ class _TorchChunk:
         x = self._x[:n]
         is_mine, index = own_targets(self._targets, columns)
         x_t = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
-        # with the rows of the padding: a lone row would be added up in another order than one of several
+        # with the rows of the padding: a lone row would be added up in another order than one of
+        # several
         blocks = zip(*(t[: n + padding].split(_CPU_ROW_BLOCK) for t in (self._x, self._e)), strict=True)
         self._m, s, u = (
             torch.cat(parts)[:n] for parts in zip(*(_shift(a, b, want_entropy) for a, b in blocks), strict=True)
@@ -137,7 +147,8 @@ class _TorchChunk:
         self._d = self._e[:n]
         if not columns:
             return
-        # with k = m - M - log S: log p_j = (x_j - m) + k, so d_j = e_j (c1 + c2 (x_j - m)) + g_lp 1[j = t]
+        # with k = m - M - log S: log p_j = (x_j - m) + k, so d_j = e_j (c1 + c2 (x_j - m)) + g_lp
+        # 1[j = t]
         k = (self._m - merged.top) - merged.log_s
         share = k.exp()
         c1 = torch.zeros_like(share) if grad_log_prob is None else -share * grad_log_prob
@@ -166,8 +177,8 @@ class _TorchChunk:
 class _TritonChunk:
     """One float32 buffer of logits [num_rows, V], and one of gradients in the weight's dtype.
 
-    Every product of logits has num_rows rows, so that cuBLAS takes the same kernel for each and a row's bits do not
-    depend on its company.
+    Every product of logits has num_rows rows. So cuBLAS always takes the same kernel, and a row's
+    bits do not depend on its neighbors.
     """
 
     def __init__(self, weight_VH: Tensor, num_rows: int) -> None:
@@ -192,7 +203,7 @@ class _TritonChunk:
     def _buffer(self, dtype: torch.dtype) -> Tensor:
         """Return [num_rows, V], allocated when it is first used: not every pass needs every one."""
         columns = self._weight.size(0)
-        # so many numbers that Triton sees every row begin on a 16-byte boundary, and reads as many bytes at a time
+        # padded so that every row begins on a 16-byte boundary, for wide loads in Triton
         return self._weight.new_empty(self._num_rows, round_up(columns, 16), dtype=dtype)[:, :columns]
 
     def statistics(self, hidden, inv_temperature, local_targets, want_entropy):
@@ -242,7 +253,8 @@ class _TritonChunk:
 
 
 def own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return (whether this rank has the target's column [N], its index or another valid one [N, 1])."""
+    """Return (whether this rank has the target's column [N], its index or another valid one [N,
+    1])."""
     is_mine = (local_targets_N >= 0) & (local_targets_N < num_columns)
     return is_mine, local_targets_N.clamp(0, num_columns - 1)[:, None]
 
@@ -255,7 +267,8 @@ def _shift(x: Tensor, e: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor, Te
 
 
 def _mm_float32(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Compute out = a @ b with float32 results: a product of halves is never rounded to half precision."""
+    """Compute out = a @ b with float32 results: a product of halves is never rounded to half
+    precision."""
     if a.dtype == torch.float32:
         torch.mm(a, b, out=out)
     else:

@@ -1,8 +1,9 @@
-"""Which rows of the hidden states reach the head, and in what chunks.
+"""Selects the rows of hidden states for the head, and cuts them into chunks.
 
-Only rows with loss enter a product. With sequence parallelism every rank holds a slice of the rows: a chunk takes the
-same range of each slice's own counted rows, so that one all-gather of equal parts brings it together, and nothing but
-counted rows travels. All of it is computed from the mask on the host: no chunk waits for the device.
+Only rows with loss enter a product. With sequence parallelism every rank holds a slice of the rows.
+A chunk takes the same range of each slice's counted rows, so that one all-gather of equal parts
+suffices, and only counted rows travel. The plan is computed from the mask on the host: no chunk
+waits for the device.
 """
 
 from dataclasses import dataclass, replace
@@ -15,28 +16,31 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowChunk:
-    """One chunk of n counted rows.
-
-    local: [k] rows of this rank's slice, k <= width; where the hidden states are not cut, all n of them.
-    width: rows that every slice sends. kept: [n] positions of the chunk's rows in the gathered [slices * width] ones,
-    None where all of these count. places: [n] the chunk's rows among all counted rows in order.
-    """
+    """One chunk of n counted rows."""
 
     local: Tensor
+    """[k] rows of this rank's slice, k <= width; all n of them if hidden states are not cut."""
     width: int
+    """Rows that every slice sends."""
     kept: Tensor | None
+    """[n] positions of the chunk's rows among the gathered [slices * width] ones; None: all of
+    these count."""
     places: Tensor | slice
+    """[n] positions of the chunk's rows among all counted rows."""
     num_rows: int
 
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """chunks: together every counted row once. num_counted: N. group: the ranks among which rows are cut, or None."""
+    """The chunks of a batch's counted rows."""
 
     chunks: tuple[RowChunk, ...]
+    """Together every counted row once."""
     num_counted: int
+    """N."""
     chunk_size: int
     group: dist.ProcessGroup | None
+    """The ranks among which rows are cut, or None."""
 
     @classmethod
     def make(
@@ -47,11 +51,13 @@ class RowPlan:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> "RowPlan":
-        """Return the plan for the counted rows, cut into chunks.
+        """Return the plan for the counted rows, cut into chunks. Arguments are equal on all ranks
+        of the group, except the device.
 
-        counted_rows: [N] int64, ascending, out of num_rows in all. group: the ranks among which the rows are cut
-        (sequence parallelism), where row r lies with rank r // (num_rows / size) of it; None where every rank holds all
-        rows. But for the device, the arguments are equal on all ranks of the group.
+        Args:
+            counted_rows: [N] int64, ascending, below num_rows.
+            group: the ranks among which rows are cut (sequence parallelism): row r is on rank r //
+                (num_rows / size). None: every rank holds all rows.
         """
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         assert num_rows % size == 0, f"{num_rows} rows cannot be cut into {size} equal slices"
@@ -68,7 +74,8 @@ class RowPlan:
         return cls(tuple(chunks), len(counted_rows), chunk_size, group if size > 1 else None)
 
     def counted_alone(self) -> "RowPlan":
-        """Return the same chunks for hidden states of which this rank kept its counted rows alone, in order."""
+        """Return the same chunks for hidden states reduced to this rank's counted rows, in
+        order."""
         starts = np.cumsum([0, *(len(chunk.local) for chunk in self.chunks)])
         device = self.chunks[0].local.device if self.chunks else None
         chunks = [
@@ -78,7 +85,7 @@ class RowPlan:
         return replace(self, chunks=tuple(chunks))
 
     def kept_rows(self, hidden_LH: Tensor) -> Tensor:
-        """Return [k, H]: this rank's counted rows, in the order of `counted_alone`, in memory of their own."""
+        """Return [k, H]: a copy of this rank's counted rows, in the order of `counted_alone`."""
         if not self.chunks:
             return hidden_LH[:0].clone()
         return hidden_LH.index_select(0, torch.cat([chunk.local for chunk in self.chunks]))
@@ -90,7 +97,7 @@ def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: 
     lengths = np.diff(bounds)
     start = 0
     while start < lengths.max(initial=0):
-        # as many rows as fit of every slice that has any left: chunks stay full where one slice holds all that counts
+        # the width shrinks with the number of slices that have rows left, so that chunks stay full
         width = max(1, chunk_size // int((lengths > start).sum()))
         width = min(width, int(lengths.max()) - start)
         ranges = [np.arange(first + min(start, n), first + min(start + width, n)) for first, n in _pairs(bounds)]
@@ -104,7 +111,7 @@ def _pairs(bounds: np.ndarray) -> list[tuple[int, int]]:
 
 
 def to_device(index: np.ndarray, device: torch.device) -> Tensor:
-    """Return int64 on the device, without waiting for it: from pinned memory, which torch keeps until the copy is
+    """Return int64 on the device without waiting: torch keeps the pinned memory until the copy is
     done."""
     tensor = torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

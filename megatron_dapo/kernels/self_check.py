@@ -19,33 +19,36 @@ _TEMPERATURE = 0.9
 
 @dataclass(frozen=True)
 class Check:
-    """What a run will ask of the kernels. num_columns: this rank's share of the vocabulary, which decides block sizes;
-    loss, has_old_log_probs and has_importance decide which variants of the loss kernel are compiled. full_kl: whether
-    there is a KL over the whole vocabulary, in the loss or in the reward."""
+    """The kernels' use in a run."""
 
     dtype: torch.dtype
     num_columns: int
+    """This rank's share of the vocabulary; it decides block sizes."""
     loss: LossConfig
+    """Decides, with has_old_log_probs and has_importance, the compiled variants of the loss
+    kernel."""
     has_old_log_probs: bool
     full_kl: bool = False
+    """Whether the loss or the reward has a KL over the whole vocabulary."""
     has_importance: bool = False
 
 
 class Error(NamedTuple):
-    """name of what was compared; largest error: absolute for log-probs and entropy, else of the whole's norm; bound."""
+    """The largest error of a compared value."""
 
     name: str
     error: float
+    """Absolute for log-probs and entropy, else relative to the norm."""
     bound: float
 
 
 def largest_errors(check: Check, device: torch.device) -> list[Error]:
-    """Compare what the fused head says of a random case with torch in float64 on the same, already rounded inputs.
+    """Compare the fused head with torch in float64 on the same, already rounded random inputs.
 
-    The inputs are of the check's dtype, so products are exact but for their accumulation in float32: log-probs and
-    entropies may differ by 2e-4 (bf16 kernels) or 2e-5; gradients pass through one rounding to the dtype. Of a metric's
-    sum only the count is compared, which finds a metric that a kernel does not store: a share of clipped tokens jumps
-    where a ratio is near the bound.
+    The inputs have the check's dtype, so products are exact except for their accumulation in
+    float32. Log-probs and entropies may differ by 2e-4 (bf16 kernels) or 2e-5. Gradients pass
+    through one rounding to the dtype. Of a metric only the count is compared, to find metrics that
+    a kernel fails to store: the share of clipped tokens jumps if a ratio is near the bound.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -117,7 +120,8 @@ class _Oracle:
 
 
 def _tokens(check: Check, log_probs: Tensor, generator: torch.Generator) -> TokenBatch:
-    """Return a batch with old, reference and rollout log-probs at distances that reach every branch of the loss."""
+    """Return a batch with old, reference and rollout log-probs at distances that reach every branch
+    of the loss."""
     device = log_probs.device
     n = len(log_probs)
 

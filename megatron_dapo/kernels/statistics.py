@@ -1,20 +1,24 @@
-"""What each rank knows of its share of a row of logits, and how the shares become log-prob and entropy.
+"""Statistics of each rank's share of a row of logits, and their merge into log-prob and entropy.
 
 With x = logit / temperature over this rank's share of the vocabulary, four numbers per row:
 
-    m = max x,   s = sum e^(x-m),   u = sum (x-m) e^(x-m),   x_t = x[target], or -inf where another rank holds it.
+    m = max x,   s = sum e^(x-m),   u = sum (x-m) e^(x-m),
+    x_t = x[target], or -inf if another rank holds it.
 
-A rank without a valid column has m = -inf, s = u = 0. Shares are merged in rank order, so all ranks compute equal bits:
+A rank without a valid column has m = -inf, s = u = 0. Shares are merged in rank order, so all ranks
+compute equal bits:
 
     M = max m_r,  S = sum e^(m_r-M) s_r,  U = sum e^(m_r-M) (u_r + (m_r-M) s_r)
     log p = (x_t - M) - log S,   H = log S - U / S.
 
-Differences to M are taken before anything is added, so a common offset of the logits loses no digits. The gradient is
+Differences to M are taken before additions, so a common offset of the logits loses no digits. The
+gradient is
 
-    dL/dlogit_j = 1/temperature * [ g_lp (1[j=t] - p_j) - g_H p_j (log p_j + H) + g_KL p_j (log p_j - log q_j - KL) ],
+    dL/dlogit_j = 1/temperature * [ g_lp (1[j=t] - p_j) - g_H p_j (log p_j + H)
+                                    + g_KL p_j (log p_j - log q_j - KL) ],
 
-the last where KL = sum_j p_j (log p_j - log q_j) to another model's q is asked for. Its terms are made of differences
-of single logits, so it is exactly 0 between equal models, and what is added up is small where it is small.
+the last term only with the KL = sum_j p_j (log p_j - log q_j) to another model's q. It consists of
+differences of single logits: exactly 0 between equal models, and precise for small KL.
 """
 
 from typing import NamedTuple
@@ -25,12 +29,16 @@ from torch import Tensor
 
 
 class Merged(NamedTuple):
-    """Per row, [N] each: M, log S, the entropy H (meaningless where u was not asked for), and log p <= 0."""
+    """Statistics per row, [N] each."""
 
     top: Tensor
+    """M."""
     log_s: Tensor
+    """log S."""
     entropy: Tensor
+    """H; meaningless if u was not requested."""
     log_prob: Tensor
+    """log p <= 0."""
 
 
 def empty_share(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,10 +49,11 @@ def empty_share(num_rows: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def merge(stats_RN4: Tensor) -> Merged:
-    """Merge the statistics of all shares, in rank order: float32, or float64 for float64 statistics.
+    """Merge the statistics of all shares, in rank order: float32, or float64 for float64
+    statistics.
 
-    Shares are added one after the other, not by `sum(0)`, whose order of additions depends on N: a row's bits would
-    depend on how many others it comes with.
+    Shares are added one after the other. The order of additions in `sum(0)` depends on N, and so
+    would a row's bits.
     """
     m, s, u, x_t = stats_RN4.unbind(-1)
     top = m.amax(0)
@@ -74,7 +83,8 @@ def sum_over(shares_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def merge_over(stats_N4: Tensor, group: dist.ProcessGroup | None) -> Merged:
-    """Do `merge` over the ranks of `group`: one all-gather of [N, 4]. Every rank brings the same N, zero included."""
+    """Do `merge` over the ranks of `group`: one all-gather of [N, 4]. Every rank brings the same N,
+    zero included."""
     if group is None or group.size() == 1 or not stats_N4.size(0):
         return merge(stats_N4[None])
     gathered = stats_N4.new_empty((group.size(), *stats_N4.shape))

@@ -1,7 +1,7 @@
 """Computes the actor's loss of given log-probs, its gradient and every metric in one forward call.
 
-One algorithm, `algorithms.dapo_loss`. On CUDA one launch and a small reduction compute what it computes, elsewhere it
-is run as it is and differentiated.
+There is one algorithm, `algorithms.dapo_loss`. On CUDA one launch and a small reduction compute it;
+on other devices it runs as written and is differentiated.
 """
 
 from typing import NamedTuple
@@ -15,19 +15,20 @@ from megatron_dapo.kernels.logits_chunk import runs_on_triton
 
 
 class TokenLoss(NamedTuple):
-    """What `token_loss` returns, on the device of the log-probs and without gradient.
-
-    loss_sum: scalar, to be divided by the global count. grad_log_probs, grad_entropy, grad_kl: [N], d loss_sum / d
-    each; the last two are None where the loss does not depend on the entropy, or on a KL it was given. sums: [K, 2]
-    float64, (sum, count) rows; maxima: [M] float64; in the order of `algorithms.metric_names`.
-    """
+    """The result of `token_loss`, on the device of the log-probs and without gradient."""
 
     loss_sum: Tensor
+    """Scalar, to be divided by the global count."""
     grad_log_probs: Tensor
+    """[N], d loss_sum / d log_probs."""
     grad_entropy: Tensor | None
+    """[N], or None if the loss does not depend on the entropy."""
     sums: Tensor
+    """[K, 2] float64, (sum, count) rows in the order of `algorithms.metric_names`."""
     maxima: Tensor
+    """[M] float64, in that order."""
     grad_kl: Tensor | None = None
+    """[N], or None without a KL."""
 
 
 def token_loss(
@@ -37,12 +38,16 @@ def token_loss(
     config: LossConfig,
     kl_N: Tensor | None = None,
 ) -> TokenLoss:
-    """Return the loss of N tokens and its gradient; every field of `tokens` is [N] (or None), `count` a scalar.
+    """Return the loss of N tokens and its gradient; every field of `tokens` is [N] (or None),
+    `count` a scalar.
 
-    The device of log_probs_N decides who computes it. Torch computes float64 and a ratio of whole sequences on every
-    device, by `dapo_loss` and autograd. Nothing waits for the device.
-    entropy_N: with report_entropy. kl_N: with use_full_kl. Of several pieces of one batch whose sums are added, one may
-    bring the count.
+    On CUDA Triton computes it. On every device, float64 and ratios of whole sequences are computed
+    by `dapo_loss` and autograd. Nothing waits for the device.
+
+    Args:
+        entropy_N: with report_entropy.
+        kl_N: with use_full_kl.
+        tokens: if the sums of several parts of a batch are added, one part carries the count.
     """
     if runs_on_triton(log_probs_N) and not config.is_over_sequences:
         from megatron_dapo.kernels.triton_ops import loss_kernel as triton_ops

@@ -1,10 +1,12 @@
-"""Block sizes of the Triton kernels over rows of logits, per architecture and vocabulary, from tuning.json.
+"""Block sizes of the Triton kernels over rows of logits, per architecture and vocabulary, from
+tuning.json.
 
-Nothing is tuned while the program runs: ranks that measured for themselves could choose differently and would then
-round differently. A size is added by measuring it (benchmarks/) and writing a row into the table.
+Nothing is tuned at run time: ranks with different choices would round differently. To add a size,
+measure it (benchmarks/) and write a row into the table.
 
-The row of a vocabulary (one rank's share) is the first one of its architecture whose `max_vocabulary` it does not
-exceed. What has no row gets `default`, which works on every GPU since sm_80 and is not fast.
+The row of a vocabulary (one rank's share) is the first one of its architecture whose
+`max_vocabulary` is large enough. Others get `default`, which works on every GPU since sm_80 and is
+not fast.
 """
 
 import functools
@@ -27,7 +29,8 @@ class RowTiles:
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Return `sm_90` and so on, or `cpu` where there is no GPU; minor versions share the row of their generation."""
+    """Return `sm_90` and so on, or `cpu` without a GPU; minor versions share the row of their
+    generation."""
     if device.type != "cuda":
         return device.type
     return f"sm_{torch.cuda.get_device_capability(device)[0]}0"
@@ -43,7 +46,7 @@ def lookup(arch: str, vocabulary: int) -> RowTiles:
 
 
 def default() -> RowTiles:
-    """Return what is taken where the table names nothing better."""
+    """Return the block sizes for vocabularies without a row."""
     return RowTiles(**_table()["default"])
 
 

@@ -1,4 +1,4 @@
-"""Which device and backend this process uses, its place in the parallel layout, and the CPU adaptations.
+"""The process's device and backend, its position in the parallel layout, and the CPU adaptations.
 
-The adaptations (`megatron_cpu`, `sglang_cpu`) are imported only where there is no GPU.
+The adaptations (`megatron_cpu`, `sglang_cpu`) are imported only without a GPU.
 """

@@ -1,5 +1,5 @@
-"""Steps that all ranks end alike: every rank learns the results, or all raise the same error, and nobody waits for one
-that has failed."""
+"""Steps that all ranks end alike: every rank learns the results, or all raise the same error, and
+nobody waits for one that has failed."""
 
 import copy
 import re
@@ -25,7 +25,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _SHORTEST_WAIT_S = 0.1
-_LATE_RANKS = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")  # torch's words, on rank 0 alone
+# torch's message, on rank 0 only
+_LATE_RANKS = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")
 
 
 class Deadline:
@@ -41,32 +42,34 @@ class Deadline:
 
 @dataclass(frozen=True)
 class _Outcome(Generic[Result]):
-    """What a rank's part of a step came to.
-
-    error: of the user, or of the agreement's own kind: raised as it is. failure: any other error, on one line.
-    """
+    """The result of a rank's part of a step."""
 
     result: Result | None = None
     error: Exception | None = None
+    """A UserError or an error of the agreement's own kind, raised unchanged."""
     failure: str | None = None
+    """Any other error, on one line."""
 
     @property
     def text(self) -> str | None:
-        """Return what went wrong, or None where nothing did."""
+        """Return the error's text, or None after success."""
         return self.failure if self.error is None else str(self.error)
 
 
 class Agreement:
     """All ranks of a group, which go through the steps of a job together.
 
-    Every method is collective: all ranks call it at the same point. rank: this one's; size: how many there are.
+    Every method is collective: all ranks call it at the same point. rank: this rank; size: the
+    number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, error: type[SharedError] = JobError) -> None:
-        """Learn where the ranks run.
+        """Gather the ranks' host names.
 
-        group: over gloo; None = the default one. timeout_s: how long a step waits for the other ranks, once this one
-        has done its part. error: the kind that is raised where a part failed.
+        Args:
+            group: over gloo; None: the default group.
+            timeout_s: how long a step waits for the other ranks after this rank's part is done.
+            error: the kind to raise if a part failed.
         """
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -81,7 +84,8 @@ class Agreement:
         return cls(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), timeout_s, error)
 
     def until(self, deadline: Deadline) -> "Agreement":
-        """Return the same agreement with another limit: its steps wait for the others until the deadline."""
+        """Return the same agreement with another limit: its steps wait for the others until the
+        deadline."""
         limited = copy.copy(self)
         limited._seconds_left = deadline.left
         return limited
@@ -95,11 +99,15 @@ class Agreement:
     def all(
         self, step: str, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> list[Result]:
-        """Have every rank call fn, which must not be collective itself; return all results, in rank order.
+        """Have every rank call fn, which must not be collective itself; return all results, in rank
+        order.
 
-        Where fn raised on any rank, all ranks raise: a SharedUserError with the sentences of all UserErrors; else an
-        error of the agreement's kind as it is; else one of that kind that names step, ranks and hosts. Where a rank
-        does not come, MissingRanksError.
+        If fn raised on any rank, all ranks raise the same error: a SharedUserError with the
+        sentences of all UserErrors; else an error of the agreement's kind, unchanged; else a new
+        one that names step, ranks and hosts.
+
+        Raises:
+            MissingRanksError: if a rank does not come.
         """
         outcome, cause = _attempt(self._error, fn, *args, **kwargs)
         self._wait_for_all(step, outcome)
@@ -110,7 +118,8 @@ class Agreement:
     def each(
         self, step: str, fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Result:
-        """Have every rank call fn; return its own result, which stays with it. Raises as `all` does."""
+        """Have every rank call fn; return this rank's result, which is not sent. Raises like
+        `all`."""
         outcome, cause = _attempt(self._error, fn, *args, **kwargs)
         self._wait_for_all(step, outcome)
         self._raise_failures(step, self.gather(replace(outcome, result=None)), cause)
@@ -140,8 +149,8 @@ class Agreement:
         return values
 
     def _wait_for_all(self, step: str, outcome: _Outcome) -> None:
-        """Wait until all ranks come to this step. A monitored barrier does it because it names who is missing, which no
-        other collective does."""
+        """Wait until all ranks come to this step, in a monitored barrier: the only collective that
+        names missing ranks."""
         if self.size == 1:
             return
         limit_s = max(self._seconds_left(), _SHORTEST_WAIT_S)
@@ -158,8 +167,8 @@ class Agreement:
             raise MissingRanksError(f"{outcome.text}; moreover, {text}" if outcome.text else text, missing) from failure
 
     def _raise_failures(self, step: str, outcomes: Sequence[_Outcome], cause: Exception | None) -> None:
-        """Raise one error for all parts that failed, or none where every part succeeded. `cause` is what this rank's
-        part raised."""
+        """Raise one error for all failed parts, if any. cause: the exception of this rank's
+        part."""
         mistakes = [each.error for each in outcomes if isinstance(each.error, UserError)]
         if mistakes:
             sentences = [sentence for mistake in mistakes for sentence in mistake.sentences]
@@ -196,7 +205,7 @@ class SingleRank(Agreement):
 def _attempt(
     kind: type[SharedError], fn: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs
 ) -> tuple[_Outcome[Result], Exception | None]:
-    """Return what came of the call, and what it raised."""
+    """Return the call's outcome and its exception."""
     try:
         return _Outcome(result=fn(*args, **kwargs)), None
     except (UserError, kind) as error:
@@ -206,8 +215,8 @@ def _attempt(
 
 
 def describe(error: BaseException) -> str:
-    """Return an error on one line; in the operating system's own words where it began with them: torch reports a full
-    disk as a wrong position in a file."""
+    """Return an error on one line, in the operating system's words if an OSError caused it: torch
+    reports a full disk as a wrong position in a file."""
     began: BaseException | None = error
     while began is not None and not isinstance(began, OSError):
         began = began.__cause__ or began.__context__

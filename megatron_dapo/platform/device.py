@@ -18,13 +18,17 @@ def device() -> torch.device:
     """Return this process's device. Under a launcher each local rank owns one GPU."""
     if not is_gpu():
         return torch.device("cpu")
-    # a launcher that shows each process its own GPU alone (`srun --gpus-per-task=1`) leaves no other number than 0
+    # with one visible GPU per process (`srun --gpus-per-task=1`) its number is 0
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
 def require_usable_gpus() -> None:
-    """Check, where a run begins, that torch can use the GPUs. Raise UserError on a machine with NVIDIA's driver whose
-    GPUs torch, though built for them, cannot use: the run would go on with the CPU, thousands of times too slow."""
+    """Check at the start of a run that torch can use the GPUs.
+
+    Raises:
+        UserError: if the machine has NVIDIA's driver, but torch, though built for GPUs, cannot use
+            them. The run would continue on the CPU, thousands of times too slow.
+    """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # the user's own wish
     if is_gpu() or torch.version.cuda is None or hidden or not nvidia_driver.is_loaded():
         return
@@ -40,8 +44,8 @@ def require_usable_gpus() -> None:
 
 
 def peak_memory() -> tuple[int, int]:
-    """Return the most bytes that this process's tensors took on its GPU, and the most that its allocator held for them,
-    since the last call."""
+    """Return the most bytes that this process's tensors took on its GPU, and the most that its
+    allocator held for them, since the last call."""
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return peaks
@@ -52,8 +56,8 @@ def collective_backend() -> str:
 
 
 def model_dtype(name: str) -> torch.dtype:
-    """Return the parameter dtype for a config's `auto | bfloat16 | float32`; auto is bfloat16 on GPU and float32 on
-    CPU.
+    """Return the parameter dtype for a config's `auto | bfloat16 | float32`; auto is bfloat16 on
+    GPU and float32 on CPU.
 
     CPUs without bf16 units multiply bf16 matrices more than twice as slowly as fp32 ones.
     """
@@ -63,13 +67,16 @@ def model_dtype(name: str) -> torch.dtype:
 
 
 def prepare_megatron() -> None:
-    """Make `import megatron.core` work on this machine; must run before that import. Does nothing the second time."""
+    """Make `import megatron.core` work on this machine; must run before that import. Does nothing
+    the second time."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if is_gpu():
         return
-    # megatron.core warns once per absent CUDA extension (Transformer Engine, apex ...): none can exist here
+    # megatron.core warns once per absent CUDA extension (Transformer Engine, apex ...): none can
+    # exist here
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
-    # and it imports this, which says in every process what is known: a CUDA build of torch and a toolkit, but no GPU
+    # its import of this module logs in every process: a CUDA build of torch and a toolkit, but no
+    # GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron_dapo.platform import megatron_cpu
 

@@ -1,10 +1,12 @@
-"""Megatron-core on a machine without a GPU: every adaptation, with its reason. Never imported where CUDA is available.
+"""Megatron-core on a machine without a GPU: every adaptation, with its reason. Never imported if
+CUDA is available.
 
-Megatron-core reaches for CUDA by name (`torch.cuda.current_device()`, `device="cuda"`) on paths that compute nothing
-CUDA-specific. `ADAPTATIONS` gives those names a CPU meaning; nothing else of torch or megatron changes. If a name is
-gone, `apply` fails with it: then the row is to be reviewed, not worked around.
+Megatron-core uses CUDA by name (`torch.cuda.current_device()`, `device="cuda"`) in code that
+computes nothing CUDA-specific. `ADAPTATIONS` gives those names a CPU meaning; nothing else of torch
+or megatron changes. If a name is gone, `apply` fails with it: then review the row, do not work
+around it.
 
-This file is also the whole list of differences between a CPU run and a GPU run of the trainer.
+This file lists all differences between a CPU run and a GPU run of the trainer.
 """
 
 import contextlib
@@ -20,12 +22,12 @@ import torch
 
 
 class MovedError(RuntimeError):
-    """What an adaptation changes is no longer there."""
+    """The target of an adaptation no longer exists."""
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    target: str  # dotted name of what is replaced
+    target: str  # dotted name to replace
     why: str
     make: Callable  # original -> replacement
 
@@ -67,9 +69,10 @@ def _fork_cpu_generator(original: Callable) -> Callable:
 
 
 class _HostStream(torch.cpu.Stream):
-    """Work on it is done when it was asked for."""
+    """A stream whose work is done immediately."""
 
-    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]  # torch's does nothing, Megatron waits for it
+    def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
+        # torch's does nothing, Megatron waits for it
         return torch.cpu.Event()
 
 
@@ -81,7 +84,7 @@ def _move_to_host(original: Callable) -> Callable:
 
 
 def _nothing_where_alone(original: Callable) -> Callable:
-    """Wrap the collective on flat buffers: on a group of one rank, in place, it has nothing to do."""
+    """Wrap the collective on flat buffers: in place on a group of one rank, it does nothing."""
 
     def collective(output, input, *args, group=None, async_op=False, **kwargs):
         in_place = output.data_ptr() == input.data_ptr()
@@ -93,14 +96,16 @@ def _nothing_where_alone(original: Callable) -> Callable:
 
 
 def _one_group_of_the_same_ranks(original: Callable) -> Callable:
-    """Wrap initialize_model_parallel, which makes some twenty groups, so that those of the same ranks are one."""
+    """Wrap initialize_model_parallel, which makes some twenty groups, so that equal groups are made
+    once."""
 
     @functools.wraps(original)
     def initialize(*args, **kwargs):
         from megatron.core import parallel_state
 
         create = parallel_state.create_group
-        groups: dict[tuple[int, ...], Any] = {}  # every rank asks for all of them in the same order, its own or not
+        # every rank asks for all of them in the same order, its own or not
+        groups: dict[tuple[int, ...], Any] = {}
 
         def create_once(ranks, **options):
             key = tuple(sorted(ranks))
@@ -118,7 +123,8 @@ def _one_group_of_the_same_ranks(original: Callable) -> Callable:
 
 
 def _gather_all_lengths(original: Callable) -> Callable:
-    """Wrap the gather along the first dimension: ranks with different lengths send theirs to all others."""
+    """Wrap the gather along the first dimension: ranks with different lengths send theirs to all
+    others."""
 
     @functools.wraps(original)
     def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
@@ -134,17 +140,18 @@ def _gather_all_lengths(original: Callable) -> Callable:
 
 
 def _reduce_scatter_all_lengths(original: Callable) -> Callable:
-    """Wrap the reduce-scatter along the first dimension: each rank adds up what the others send it."""
+    """Wrap the reduce-scatter along the first dimension: each rank sums the parts that it
+    receives."""
 
     @functools.wraps(original)
     def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
         size = group.size()
         if input_split_sizes is None or size == 1:
             return original(input_, group, input_split_sizes, use_global_buffer)
-        own = input_split_sizes[group.rank()]
-        parts = input_.new_empty(size * own, *input_.shape[1:])
-        torch.distributed.all_to_all_single(parts, input_.contiguous(), [own] * size, input_split_sizes, group=group)
-        return parts.view(size, own, *input_.shape[1:]).sum(0)
+        length = input_split_sizes[group.rank()]
+        parts = input_.new_empty(size * length, *input_.shape[1:])
+        torch.distributed.all_to_all_single(parts, input_.contiguous(), [length] * size, input_split_sizes, group=group)
+        return parts.view(size, length, *input_.shape[1:]).sum(0)
 
     return reduce_scatter
 
@@ -157,7 +164,7 @@ ADAPTATIONS = (
                lambda original: lambda device=None: None),
     Adaptation("torch.cuda.current_stream", "gradient reduction asks for the stream it runs on (megatron-core 0.19)",
                lambda original: lambda device=None: torch.cpu.current_stream()),
-    Adaptation("torch.cuda.Stream", "the dispatcher of tokens to experts copies their counts on a stream of its own",
+    Adaptation("torch.cuda.Stream", "the dispatcher of tokens to experts copies their counts on a separate stream",
                lambda original: _HostStream),
     Adaptation("torch.cuda.stream", "the dispatcher enters that stream",
                lambda original: lambda stream: torch.cpu.stream(stream)),
@@ -183,7 +190,7 @@ ADAPTATIONS = (
     Adaptation("megatron.core.tensor_parallel.mappings._gather_along_first_dim",
                "cut experts gather their ranks' tokens: gloo gathers equal lengths only", _gather_all_lengths),
     Adaptation("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim",
-               "and sum up what these made of them: gloo scatters equal lengths only", _reduce_scatter_all_lengths),
+               "and sum up their outputs: gloo scatters equal lengths only", _reduce_scatter_all_lengths),
     Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func",
                "on a group of one rank gloo copies all gradients to and fro; NCCL does nothing", _nothing_where_alone),
     Adaptation("megatron.core.distributed.param_and_grad_buffer.dist_all_gather_func",
@@ -208,8 +215,8 @@ def _owner(target: str):
 
 
 def _import_megatron_without_compiling() -> None:
-    # megatron's jit_fuser is torch.compile, applied by decorators while megatron.core is imported: disabling it
-    # afterwards is too late. On a CPU it would need a C++ compiler, and costs seconds.
+    # megatron's jit_fuser is torch.compile, applied by decorators while megatron.core is imported:
+    # disabling it afterwards is too late. On a CPU it would need a C++ compiler, and costs seconds.
     compile_ = torch.compile
 
     def compile_nothing(fn: Callable | None = None, **options: Any) -> Callable:
@@ -219,8 +226,9 @@ def _import_megatron_without_compiling() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # SGLang's flash_mla is in the CUDA lock: without a driver's libcuda its import raises OSError, and
-            # megatron-core goes on without it on ImportError alone, which None here makes of it
+            # SGLang's flash_mla is in the CUDA lock. Without libcuda its import raises OSError, but
+            # megatron-core tolerates only
+            # ImportError, which None produces.
             sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # None: it cannot be imported
             import megatron.core
             import megatron.core.jit
@@ -235,7 +243,8 @@ _applied = False
 
 
 def apply() -> None:
-    """Adapt this process. Before megatron.core is first imported; once; raises MovedError naming what is gone."""
+    """Adapt this process, once, before megatron.core is first imported. Raises MovedError naming a
+    missing target."""
     global _applied
     if _applied:
         return
@@ -244,8 +253,8 @@ def apply() -> None:
     if "megatron.core" in sys.modules:
         raise RuntimeError("prepare_megatron() must run before megatron.core is imported")
     _import_megatron_without_compiling()
-    # `with torch.device(...)` lists torch's factories when it is first used: it must see torch's own, or models that
-    # others build under it (transformers does) have buffers on the wrong device
+    # `with torch.device(...)` lists torch's factories when it is first used: it must see torch's
+    # own, or models that others build under it (transformers does) have buffers on the wrong device
     with torch.device("cpu"):
         torch.empty(0)
     for adaptation in ADAPTATIONS:

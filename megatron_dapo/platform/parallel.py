@@ -20,41 +20,44 @@ from megatron_dapo.platform.device import collective_backend, device, is_gpu, pr
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes and ranks of tensor (tp), pipeline (pp, virtual vpp), context (cp), data (dp) parallelism; sp = sequence
-    parallel.
-
-    cp: the ranks that share the tokens of each micro-batch. They hold the same weights, as data-parallel ranks do.
-    ep, etp: expert parallelism, and expert tensor parallelism. Each expert of a mixture is cut over etp neighbouring
-    ranks of a stage, of its tp x cp x dp; ep such groups, side by side, have all experts, and each of the stage's
-    expert_dp parts of ep x etp ranks has the same.
-    tp_group, pp_group, ep_group, etp_group, copies_group: Megatron's groups, the last of the ranks that hold the same
-    weights, dp x cp. cpu_group: all ranks over gloo, for Python objects and for collectives that wait for the rollout.
-    agreement: of all ranks, over cpu_group. replicas: by data-parallel rank the ranks that work on the same samples;
-    cpu_model_group: those that this rank is one of, over gloo.
-    """
+    """Sizes, ranks and process groups of tensor (tp), pipeline (pp), context (cp) and data (dp)
+    parallelism. x etp ranks has the same experts."""
 
     rank: int
     world_size: int
     tp: int
     pp: int
     vpp: int | None
+    """Virtual pipeline stages per rank."""
     dp: int
     sp: bool
+    """Sequence parallelism."""
     tp_rank: int
     pp_rank: int
     dp_rank: int
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     copies_group: dist.ProcessGroup
+    """The ranks that hold the same weights, dp x cp."""
     cpu_group: dist.ProcessGroup
+    """All ranks over gloo, for Python objects and for collectives that wait for the rollout."""
     agreement: Agreement
+    """Of all ranks, over cpu_group."""
     replicas: Sequence[Sequence[int]]
+    """By data-parallel rank, the ranks that work on the same samples."""
     cpu_model_group: dist.ProcessGroup
+    """This rank's group among `replicas`, over gloo."""
     ep: int = 1
+    """Expert parallelism: ep groups of etp ranks side by side have all experts. Each of the stage's
+    expert_dp parts of ep"""
     ep_group: dist.ProcessGroup | None = None
     etp: int = 1
+    """Expert tensor parallelism: an expert is cut over etp neighboring ranks of a stage's tp x cp x
+    dp."""
     etp_group: dist.ProcessGroup | None = None
     cp: int = 1
+    """The ranks that share the tokens of each micro-batch. They hold the same weights, like
+    data-parallel ranks."""
     cp_rank: int = 0
 
     @property
@@ -68,14 +71,14 @@ class ParallelLayout:
 
     @property
     def segment_multiple(self) -> int:
-        """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is
-        cut into 2 x cp chunks (models/context_parallel.py)."""
+        """Return the number that the length of a packed segment must be a multiple of: with context
+        parallelism it is cut into 2 x cp chunks (models/context_parallel.py)."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def counts_tokens(self) -> bool:
-        """Return whether, of the ranks of a stage that know the same of the same samples, this is the one whose part
-        enters a sum over all ranks: there each token counts once."""
+        """Return whether this rank's part enters a sum over all ranks. Of the ranks of a stage with
+        the same samples only one does, so that each token counts once."""
         return self.tp_rank == 0 and self.cp_rank == 0
 
     @property
@@ -85,7 +88,7 @@ class ParallelLayout:
 
     @property
     def copy_rank(self) -> int:
-        """Return this rank's place among those that hold the same weights."""
+        """Return this rank's index among the ranks with the same weights."""
         return self.dp_rank * self.cp + self.cp_rank
 
     @property
@@ -115,7 +118,8 @@ class ParallelLayout:
         return self.stage_rank // (self.ep * self.etp)
 
     def place(self, *, of_expert: bool) -> tuple[int, int]:
-        """Return this rank's place among those over which a weight may be cut, and how many they are."""
+        """Return this rank's index among the ranks over which a weight may be cut, and their
+        number."""
         return (self.etp_rank, self.etp) if of_expert else (self.tp_rank, self.tp)
 
     @property
@@ -125,12 +129,12 @@ class ParallelLayout:
 
     @property
     def gathers(self) -> bool:
-        """Return whether this rank takes part in gathering the stage's weights. Those that do are the stage's first
-        ranks, as many as it takes to hold all slices and all experts."""
+        """Return whether this rank takes part in gathering the stage's weights: the first ranks
+        that together hold all slices and all experts."""
         return self.stage_rank < max(self.tp, self.ep * self.etp)
 
     def coordinates(self) -> RankCoordinates:
-        """Return where this rank is."""
+        """Return this rank's coordinates."""
         return RankCoordinates(dp=self.dp_rank, pp=self.pp_rank, tp=self.tp_rank, cp=self.cp_rank)
 
     @classmethod
@@ -148,9 +152,12 @@ class ParallelLayout:
         timeout_s: float = 600.0,
         object_timeout_s: float | None = None,
     ) -> "ParallelLayout":
-        """Join the job's process groups. Collective over all ranks; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come
-        from the launcher (without one: a job of one process). Collectives fail after timeout_s, those on Python
-        objects after object_timeout_s (they span the rollout)."""
+        """Join the job's process groups. Collective over all ranks.
+
+        RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the launcher; without one this is a
+        job of one process. Collectives fail after timeout_s, those on Python objects after
+        object_timeout_s, since they span the rollout.
+        """
         prepare_megatron()
         from megatron.core import parallel_state, tensor_parallel
 
@@ -205,42 +212,44 @@ class ParallelLayout:
         )
 
     def hand_out(self, parts: Sequence[np.ndarray] | None) -> np.ndarray:
-        """Return what rank 0 brings for this data-parallel rank. Collective over all ranks.
+        """Return rank 0's part for this data-parallel rank. Collective over all ranks.
 
-        One copy of it goes to the first of the ranks that work on the same samples, which broadcasts it to the others.
+        One copy goes to the first rank of each replica, which broadcasts it to the others.
 
-        parts: on rank 0 bytes for each data-parallel rank, uint8, of any lengths; None elsewhere.
+        Args:
+            parts: on rank 0, bytes for each data-parallel rank, uint8, of any lengths; None
+                elsewhere.
         """
         firsts = [ranks[0] for ranks in self.replicas]
         sizes = torch.tensor([len(part) for part in parts] if parts is not None else [0] * self.dp)
         dist.broadcast(sizes, src=0, group=self.cpu_group)
         sends = []
         if parts is not None:
-            own = torch.from_numpy(parts[0])
+            own_part = torch.from_numpy(parts[0])
             for part, first in zip(parts[1:], firsts[1:], strict=True):
                 sends.append(dist.isend(torch.from_numpy(part), first, group=self.cpu_group))
         else:
-            own = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
+            own_part = torch.empty(int(sizes[self.dp_rank]), dtype=torch.uint8)
             if self.rank == firsts[self.dp_rank]:
-                dist.recv(own, src=0, group=self.cpu_group)
-        dist.broadcast(own, src=firsts[self.dp_rank], group=self.cpu_model_group)
+                dist.recv(own_part, src=0, group=self.cpu_group)
+        dist.broadcast(own_part, src=firsts[self.dp_rank], group=self.cpu_model_group)
         for work in filter(None, sends):
             work.wait()
-        return own.numpy()
+        return own_part.numpy()
 
-    def collect(self, own: np.ndarray, senders: Sequence[int]) -> list[np.ndarray]:
-        """Return, on rank 0, what each of these ranks brings, in their order; [] elsewhere. Ranks that are not among
-        them do not wait.
+    def collect(self, content: np.ndarray, senders: Sequence[int]) -> list[np.ndarray]:
+        """Return, on rank 0, the bytes of each sender, in their order; [] elsewhere. Other ranks do
+        not wait.
 
         Args:
-            own: bytes of this rank, uint8, of any length.
+            content: bytes of this rank, uint8, of any length.
             senders: ranks, the same on all of them.
         """
         if self.rank == 0:
-            return [own if sender == 0 else self._receive(sender) for sender in senders]
+            return [content if sender == 0 else self._receive(sender) for sender in senders]
         if self.rank in senders:
-            dist.send(torch.tensor([len(own)]), 0, group=self.cpu_group)
-            dist.send(torch.from_numpy(own), 0, group=self.cpu_group)
+            dist.send(torch.tensor([len(content)]), 0, group=self.cpu_group)
+            dist.send(torch.from_numpy(content), 0, group=self.cpu_group)
         return []
 
     def _receive(self, sender: int) -> np.ndarray:
@@ -255,31 +264,33 @@ class ParallelLayout:
         return self.agreement.gather(value)
 
     def share_of_cores(self) -> int:
-        """Return how many cores there are for this rank, where others of its machine use the same. Collective over all
-        ranks."""
-        own = (node_name(), sorted(os.sched_getaffinity(0)))
-        return max(1, len(own[1]) // max(1, self.gather(own).count(own)))
+        """Return this rank's number of cores; ranks with the same cores share them. Collective over
+        all ranks."""
+        node_cores = (node_name(), sorted(os.sched_getaffinity(0)))
+        return max(1, len(node_cores[1]) // max(1, self.gather(node_cores).count(node_cores)))
 
     def all_coordinates(self) -> list[RankCoordinates]:
-        """Return where every global rank is. Collective over all ranks."""
+        """Return the coordinates of every global rank. Collective over all ranks."""
         return self.gather(self.coordinates())
 
     @staticmethod
     def release() -> None:
-        """Forget the model-parallel groups; the job stays, and another layout may be initialized."""
+        """Forget the model-parallel groups; the job stays, and another layout may be
+        initialized."""
         from megatron.core import parallel_state
 
         parallel_state.destroy_model_parallel()
 
     @staticmethod
     def shutdown() -> None:
-        """Leave the job, so that the process ends without complaints."""
+        """Leave the job, for a clean end of the process."""
         ParallelLayout.release()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _own_group(replicas: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup:
-    """Return a gloo group of the ranks that work on the same samples as this one. Collective over all ranks."""
+    """Return a gloo group of the ranks that work on the same samples as this one. Collective over
+    all ranks."""
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in replicas], timeout, backend="gloo")
     return group

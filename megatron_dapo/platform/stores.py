@@ -1,4 +1,4 @@
-"""The stores in which ranks meet, on the address that they use and no other: torch's own listen on all of them."""
+"""The stores of a job's ranks. They listen on one address only; torch's own listen on all."""
 
 import hmac
 import os
@@ -14,10 +14,10 @@ _DIGEST_LENGTH = 64
 
 
 def rendezvous(timeout: timedelta) -> dict:
-    """Return what `init_process_group` needs: the store at MASTER_ADDR and MASTER_PORT, this rank, and how many ranks
-    there are. Without a launcher, this describes a job of one process.
+    """Return the arguments of `init_process_group`: the store at MASTER_ADDR and MASTER_PORT, the
+    rank and the number of ranks. Without a launcher: a job of one process.
 
-    Where torchrun's agent keeps the store, it has opened it before the ranks began, on all addresses.
+    If torchrun's agent keeps the store, it has opened it before the ranks began, on all addresses.
     """
     if "RANK" not in os.environ:
         return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -31,16 +31,16 @@ def rendezvous(timeout: timedelta) -> dict:
 
 
 def meeting_address() -> str:
-    """Return the address where rank 0 opens further stores: loopback where all ranks are on its machine, otherwise
-    MASTER_ADDR."""
+    """Return rank 0's address for further stores: loopback if all ranks are on its machine,
+    otherwise MASTER_ADDR."""
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         return LOOPBACK
     return os.environ.get("MASTER_ADDR", LOOPBACK)
 
 
 def host_store(address: str, port: int, timeout: timedelta, world_size: int | None = None) -> dist.TCPStore:
-    """Open a store that listens on this address, and return it. Port 0 means a free port. Where world_size is given,
-    the call waits until that many processes are connected."""
+    """Return a new store that listens on this address. Port 0 means a free port. With world_size,
+    wait until that many processes are connected."""
     listener = _listener(address, port)
     waits = world_size is not None
     if listener is None:
@@ -57,9 +57,12 @@ def join_store(address: str, port: int, timeout: timedelta, world_size: int | No
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on this address alone, or None where the store has to listen on all addresses. That
-    is so for a name, which may mean another address to other nodes (a machine's own name often means a loopback address
-    there), and for an address of another machine, which forwards to this one."""
+    """Return a socket that listens only on this address, or None if the store must listen on all
+    addresses.
+
+    None for a name: on other nodes it may mean another address, since a machine's own name is often
+    its loopback. None too for another machine's address, which forwards to this one.
+    """
     try:
         bound = ip_address(LOOPBACK if address == "localhost" else address)
         family = socket.AF_INET6 if bound.version == 6 else socket.AF_INET
@@ -69,11 +72,11 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 class SignedStore:
-    """Texts under keys of a store, each with proof that a rank of this job wrote it there: whoever reaches the store
-    may write to it, and what others wrote does not count."""
+    """Texts under keys of a store, with proof that a rank of this job wrote them. Anybody may be
+    able to write to the store; unproven texts do not count."""
 
     def __init__(self, store: dist.Store, token: bytes) -> None:
-        """Use this store. `token` belongs to the job and is known to its ranks alone."""
+        """Use this store. token: a secret of the job's ranks."""
         self.store = store
         self._token = token
 
@@ -87,7 +90,7 @@ class SignedStore:
             self.set(key, text)
 
     def get(self, *keys: str) -> list[str | None]:
-        """Return the text under each key, in order, or None where it was not written by a rank of this job."""
+        """Return the text under each key, in order, or None if no rank of this job wrote it."""
         return [self._opened(key, value) for key, value in zip(keys, self.store.multi_get(list(keys)), strict=True)]
 
     def _signed(self, key: str, text: str) -> str:

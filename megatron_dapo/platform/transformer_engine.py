@@ -1,4 +1,5 @@
-"""Transformer Engine on this machine: does it import, and if not, why; is its cuDNN the one of torch?"""
+"""Transformer Engine on this machine: does it import, and if not, why; is its cuDNN the one of
+torch?"""
 
 import importlib
 import importlib.metadata
@@ -10,19 +11,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class EngineHere:
-    """Versions and faults of Transformer Engine in this process; all None where it is not installed.
-
-    version: of the package.
-    error: of its import; None = it can be imported.
-    cudnn, torch_cudnn: versions of the cuDNN that each calls.
-    cudnn_files: the files of cuDNN in this process, one unless there are two cuDNNs.
-    """
+    """Versions and faults of Transformer Engine in this process; all None if it is not
+    installed."""
 
     version: str | None = None
+    """The package's version."""
     error: str | None = None
+    """The error of its import."""
     cudnn: str | None = None
+    """The version of the cuDNN that it calls."""
     torch_cudnn: str | None = None
+    """The version of the cuDNN that torch calls."""
     cudnn_files: Sequence[str] = ()
+    """The files of cuDNN in this process; more than one if there are two cuDNNs."""
 
     def __str__(self) -> str:
         if self.version is None:
@@ -32,7 +33,7 @@ class EngineHere:
         return f"Transformer Engine {self.version} with cuDNN {self.cudnn}, torch with cuDNN {self.torch_cudnn}"
 
     def fault(self) -> str | None:
-        """Return what is wrong with it on a node, with the cure; None = nothing, or it is not installed."""
+        """Return the fault on a node, with the cure; None: no fault, or not installed."""
         if self.error is not None:
             return f"has a {self}; install it again as docs/install.md says, or remove it."
         if self.cudnn == self.torch_cudnn and len(self.cudnn_files) < 2:
@@ -60,18 +61,20 @@ def look() -> EngineHere:
 
 
 def import_error() -> str | None:
-    """Return why Transformer Engine cannot be imported; None = it can. Megatron-core keeps no error of its own try."""
+    """Return why Transformer Engine cannot be imported, or None. Megatron-core drops the error of
+    its own attempt."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "it is not installed"
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a missing library: OSError or ImportError; versions that differ: AssertionError
+    except Exception as error:
+        # a missing library: OSError or ImportError; versions that differ: AssertionError
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
 
 def loaded_files(name: str) -> tuple[str, ...]:
-    """Return the files whose names begin so that are loaded into this process."""
+    """Return the files loaded into this process whose names have this beginning."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return tuple(sorted(path for path in paths if Path(path).name.startswith(name)))
@@ -80,7 +83,7 @@ def loaded_files(name: str) -> tuple[str, ...]:
 def _version() -> str:
     try:
         return importlib.metadata.version("transformer_engine")
-    except importlib.metadata.PackageNotFoundError:  # a folder that is in the way of the package
+    except importlib.metadata.PackageNotFoundError:  # a folder in the way of the package
         return "without a version"
 
 

@@ -1,10 +1,11 @@
-"""Ends a job that hangs: says which rank is missing, and leaves the stacks of all ranks.
+"""Ends a hung job: names the missing rank, and leaves the stacks of all ranks.
 
-Each rank notes where it is (`phase`, `beat`: an assignment, no more). Two threads of its own do the rest: one tells the
-others and hears from them, through a store on rank 0; the other checks by its own clock, so that a store that does not
-answer stops nothing. A rank that makes no progress for the limit of its phase raises the alarm, and so does one that
-does not hear from another. Then every rank that still can writes its stacks, and the process ends: a thread in a
-collective cannot be interrupted. Nothing keeps it from ending: a file system that hangs is one of the reasons for it.
+Each rank notes its position (`phase`, `beat`: a mere assignment). Two threads do the rest. One
+exchanges positions with the other ranks, through a store on rank 0. The other checks by its own
+clock, so that a store that does not answer stops nothing. A rank raises the alarm if it makes no
+progress within the limit of its phase, or does not hear from another rank. Then every rank writes
+its stacks, if it can, and the process ends: a thread in a collective cannot be interrupted. Nothing
+may prevent that end, since a hanging file system is one possible cause.
 """
 
 import faulthandler
@@ -36,11 +37,13 @@ PUBLISH_INTERVAL_S = 1.0
 _CHECK_INTERVAL_S = 0.25
 _ANSWERS_S = 6.0  # for every rank to notice an alarm
 _WRITING_S = 20.0  # for the stacks, from the alarm on
-_CLOSING_S = 4.0  # after that, for every rank to have said where it is
+_CLOSING_S = 4.0  # time for every rank to report its position
 _RECORD_S = 2.0  # then for the record of this process's end
-_LAST_RESORT_S = 60.0  # the process ends by then, whatever holds it
+_LAST_RESORT_S = 60.0  # the process ends by then in any case
 _STORE_TIMEOUT_S = 60.0
-_LONGEST_STEP_S = 2.0  # of the checking thread's clock: time in which the whole process was stopped counts for no more
+# limit of a step of the checking thread's clock: time in which the whole process was stopped does
+# not count
+_LONGEST_STEP_S = 2.0
 _SHOWN_RANKS = 8
 _COLLECTIVES = (
     os.path.join("torch", "distributed"),
@@ -48,13 +51,14 @@ _COLLECTIVES = (
     os.path.join("megatron", "core", "pipeline_parallel"),
     os.path.join("megatron", "core", "tensor_parallel"),
     os.path.join("megatron_dapo", "kernels", "pending.py"),
-    os.path.join("megatron_dapo", "platform", "parallel.py"),  # waits for what it sends
+    os.path.join("megatron_dapo", "platform", "parallel.py"),  # waits for its own sends
 )
 _REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
-class _Here:
-    """Where this process's main thread is. entered: phases begun and left so far; beats: steps within this one."""
+class _Position:
+    """Position of this process's main thread. entered: phases begun and left so far; beats: steps
+    within the current one."""
 
     step = 0
     phase = ""
@@ -67,34 +71,34 @@ class _Here:
         self.entered += 1
 
 
-_here = _Here()
+_position = _Position()
 
 
 def beat() -> None:
     """Say that something was done: the limit of the phase counts from here."""
-    _here.beats += 1
+    _position.beats += 1
 
 
 def begin_step(step: int) -> None:
-    """Say that what follows belongs to this rollout step."""
-    _here.step = step
+    """Assign everything from here on to this rollout step."""
+    _position.step = step
     ends.begin_step(step)
 
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """Say that everything inside belongs to this phase; in the same order on all ranks."""
-    outer = _here.phase
-    _here.enter(name)
+    outer = _position.phase
+    _position.enter(name)
     try:
         yield
     finally:
-        _here.enter(outer)
+        _position.enter(outer)
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank is. at: the line of this program that it is in; waits: inside a collective, for others."""
+    """The position of a rank."""
 
     node: str
     pid: int
@@ -103,7 +107,9 @@ class RankStatus:
     entered: int
     beats: int
     at: str = ""
+    """The current line of this program."""
     waits: bool = False
+    """Whether it is inside a collective, waiting for others."""
     has_left: bool = False
 
     def __str__(self) -> str:
@@ -112,8 +118,12 @@ class RankStatus:
 
 
 def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
-    """Return whom the others wait for: ranks that do not answer; else, of those in the earliest phase, the ranks that
-    are in no collective; else those that did least in it. Nobody where all are alike. places: of the ranks that answer.
+    """Return the ranks for which the others wait: the ranks that do not answer; else, of the ranks
+    in the earliest phase, those outside a collective, or else with the fewest beats. Nobody if all
+    are alike.
+
+    Args:
+        places: of the ranks that answer.
     """
     if silent or not places:
         return sorted(silent)
@@ -129,7 +139,7 @@ def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
 def sentence(
     why: str, places: Mapping[int, RankStatus], last: Mapping[int, RankStatus], silent: set[int], folder: Path
 ) -> str:
-    """Return what the user is told, on one line. last: where ranks were when they were last heard of."""
+    """Return the message for the user, on one line. last: each rank's last known position."""
     descriptions = []
     for rank in missing(places, silent):
         place = places.get(rank) or last[rank]
@@ -148,7 +158,7 @@ def _some(texts: list[str]) -> str:
 
 
 class _Clock:
-    """Seconds since a value changed, of the time in which this process ran."""
+    """Seconds since a value changed, without time in which the process was stopped."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -168,10 +178,13 @@ class _Clock:
 
 
 class Watchdog:
-    """One per rank, while a job runs.
+    """Watches a rank while a job runs; enter it for that time.
 
-    limits_s: seconds without progress that each phase may take; default_s: of any other. silence_s: how long a rank may
-    not be heard of. folder: made when there is something to write. To be entered while the job runs.
+    Args:
+        folder: made when there is something to write.
+        limits_s: seconds without progress, by phase.
+        default_s: of any other phase.
+        silence_s: seconds without a message from another rank.
     """
 
     on_alarm: Callable[[], None] = staticmethod(lambda: None)
@@ -185,7 +198,7 @@ class Watchdog:
         default_s: float,
         silence_s: float,
     ) -> None:
-        """Connect to the other ranks and learn where they are. The call is collective over all ranks."""
+        """Connect to the other ranks and exchange positions. Collective over all ranks."""
         self._rank = agreement.rank
         self._world = agreement.size
         self._folder = folder
@@ -195,7 +208,8 @@ class Watchdog:
         self._node = node_name()
         self._main_thread = threading.main_thread().ident or 0  # there is one while it runs
         self._closing = threading.Event()
-        self._heard: dict[int, tuple[int, RankStatus]] = {}  # rank -> (how often it has spoken, where it was)
+        # rank -> (number of its messages, last position)
+        self._heard: dict[int, tuple[int, RankStatus]] = {}
         self._alarm, self._num_exchanges, self._num_published = "", 0, 0
         # everybody waits for rank 0 and through its store; rank 0 looks after all
         self._watched = [rank for rank in (range(self._world) if self._rank == 0 else [0]) if rank != self._rank]
@@ -230,7 +244,7 @@ class Watchdog:
         for thread in self._threads:
             thread.join(2 * PUBLISH_INTERVAL_S)
 
-    # ------------------------------------------------------------------------------------ the thread that talks
+    # ------------------------------------------------------------------------ the thread that talks
 
     def _talk(self) -> None:
         keys = ["alarm", *(f"place/{rank}" for rank in self._watched)]
@@ -239,7 +253,7 @@ class Watchdog:
                 self._publish()
                 alarm, *places = self._store.get(*keys)
             except dist.DistError:
-                continue  # the other thread sees that nothing is heard
+                continue  # the other thread notices the silence
             for rank, text in zip(self._watched, places, strict=True):
                 if text is not None:
                     number, fields = json.loads(text)
@@ -259,10 +273,18 @@ class Watchdog:
 
     def _place(self, at: str = "", waits: bool = False, has_left: bool = False) -> RankStatus:
         return RankStatus(
-            self._node, os.getpid(), _here.step, _here.phase, _here.entered, _here.beats, at, waits, has_left
+            self._node,
+            os.getpid(),
+            _position.step,
+            _position.phase,
+            _position.entered,
+            _position.beats,
+            at,
+            waits,
+            has_left,
         )
 
-    # ----------------------------------------------------------------------------------- the thread that checks
+    # ----------------------------------------------------------------------- the thread that checks
 
     def _check(self) -> None:
         clock = _Clock()
@@ -274,8 +296,8 @@ class Watchdog:
                 self._end(why)
 
     def _verdict(self, clock: _Clock) -> str | None:
-        limit = self._limits.get(_here.phase, self._default_s)
-        if clock.age("progress", (_here.entered, _here.beats)) > limit:
+        limit = self._limits.get(_position.phase, self._default_s)
+        if clock.age("progress", (_position.entered, _position.beats)) > limit:
             return f"rank {self._rank} made no progress for {limit:g} s {self._place()}"
         if self._rank != 0 and clock.age("store", self._num_exchanges) > self._silence_s:
             return f"rank {self._rank} could not reach rank 0 for {self._silence_s:g} s"
@@ -286,8 +308,7 @@ class Watchdog:
         return None
 
     def _end(self, why: str) -> None:
-        """End the process, even where the log does not take the last line. This is the last thing that the process
-        does."""
+        """End the process, even if the log cannot take the last line. Never returns."""
         try:
             _in_thread(_end_after, _LAST_RESORT_S)
             self._last_words(why)
@@ -295,7 +316,8 @@ class Watchdog:
             os._exit(HANG_EXIT_CODE)
 
     def _last_words(self, why: str) -> None:
-        """Tell the others, write the stacks, say who is missing. Whatever may never return has a thread of its own."""
+        """Tell the others, write the stacks, name the missing rank. Calls that may never return run
+        in separate threads."""
         began = time.monotonic()
         frame = sys._current_frames().get(self._main_thread)
         own_status = self._place(at=_line_of(frame), waits=_is_waiting(frame))
@@ -312,7 +334,7 @@ class Watchdog:
             print(f"{self._folder} took no stacks within {_WRITING_S:g} s.", file=sys.stderr)
         text = sentence(why, dict(places), dict(last), set(silent), self._folder)
         print(text, file=sys.stderr, flush=True)
-        # the storage may be what hangs
+        # the storage may be the cause of the hang
         _in_thread(ends.record_end, EndKind.HANG, HANG_EXIT_CODE, text).join(_RECORD_S)
         if not asking.is_alive():
             until = began + _WRITING_S + _CLOSING_S * (2 if self._rank == 0 else 1)
@@ -326,8 +348,8 @@ class Watchdog:
         last: dict[int, RankStatus],
         silent: set[int],
     ) -> None:
-        """Tell the others of the alarm, and fill in what they answer. The call never returns where the store does not
-        answer."""
+        """Tell the others of the alarm, and fill in their answers. Never returns if the store does
+        not answer."""
         store = self._own_store
         others = sorted(set(range(self._world)) - {self._rank})
         try:
@@ -350,8 +372,11 @@ class Watchdog:
             return
 
     def _part(self, others: set[int], until: float) -> None:
-        """Wait until the others that answered have done their part too, or until the time `until`: the first process
-        that ends may be the sign for a launcher to kill them. Rank 0, which takes the store with it, goes last."""
+        """Wait until the other ranks that answered are done too, or until the time `until`.
+
+        The end of the first process may make a launcher kill the others. Rank 0, which holds the
+        store, goes last.
+        """
         try:
             for word in ("done", "left"):
                 self._own_store.set(f"{word}/{self._rank}", "1")
@@ -374,7 +399,8 @@ class Watchdog:
             (self._folder / f"rank-{self._rank}.txt").write_bytes(text)
             for recorder, trace in _flight_records():
                 write_whole(self._folder / f"flight-{recorder}-rank-{self._rank}.json", trace)
-        except (OSError, RuntimeError) as error:  # a full disk, or torch, must not keep the job alive
+        except (OSError, RuntimeError) as error:
+            # a full disk, or torch, must not keep the job alive
             print(f"The stacks cannot be written to {self._folder}: {error}", file=sys.stderr, flush=True)
 
 
@@ -390,27 +416,30 @@ def _end_after(seconds: float) -> None:
 
 
 def _flight_records() -> Iterator[tuple[str, bytes]]:
-    """Yield torch's records of the last collectives, as JSON, each after the name of its recorder (nccl or gloo). There
-    are none where this torch keeps none, and none of NCCL where no GPU is used, because builds for GPUs keep an empty
-    one."""
+    """Yield torch's records of the last collectives as JSON, each after its recorder's name (nccl
+    or gloo).
+
+    Some builds of torch keep none. Without a GPU, NCCL's is left out: builds for GPUs keep an empty
+    one.
+    """
     bindings = torch._C._distributed_c10d  # no public name leads there
     for recorder, name in (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json")):
-        used = recorder != "nccl" or torch.cuda.is_initialized()  # asks no driver, which may be what hangs
+        # no call to the driver, which may be what hangs
+        used = recorder != "nccl" or torch.cuda.is_initialized()
         if used and (dump := getattr(bindings, name, None)):
             trace = dump()
             yield recorder, trace if isinstance(trace, bytes) else trace.encode()
 
 
 def _is_waiting(frame: FrameType | None) -> bool:
-    """Return whether a thread's innermost Python code is for collectives: then it waits for other ranks."""
+    """Return whether a thread's innermost Python code is for collectives: then it waits for other
+    ranks."""
     return frame is not None and any(folder in frame.f_code.co_filename for folder in _COLLECTIVES)
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of this program that a thread is in, e.g. `megatron_dapo/training/policy.py:88`.
-
-    The text is empty where the thread is in no such line.
-    """
+    """Return the innermost line of this program in a thread's stack, e.g.
+    `megatron_dapo/training/policy.py:88`, or ""."""
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_REPOSITORY) and "site-packages" not in name:

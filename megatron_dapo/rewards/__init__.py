@@ -1,2 +1,3 @@
-"""Rewards: verifiers by name, custom functions by import path, the pool of killable processes that runs them,
+"""Rewards: verifiers by name, custom functions by import path, the pool of killable processes that
+runs them,
 and overlong reward shaping."""

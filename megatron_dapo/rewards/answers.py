@@ -1,8 +1,8 @@
-r"""Plain text work on answers: find the final answer in a response, bring it to a normal form. No sympy, no regular
-expression that can run away.
+r"""Plain text work on answers: find the final answer in a response and normalize it. No sympy, and
+no regular expressions with runaway cost.
 
-The normal form is the one of Minerva (arXiv 2206.14858, appendix D.1; lm-evaluation-harness, minerva_math), which the
-public DAPO recipe uses. Order matters: the tables below are applied from top to bottom.
+The normal form is Minerva's (arXiv 2206.14858, appendix D.1; lm-evaluation-harness, minerva_math),
+as in the public DAPO recipe. Order matters: the tables below are applied from top to bottom.
 """
 
 import re
@@ -10,8 +10,9 @@ import re
 _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
-_READ_CHARS = 2000  # of a response, for the vote of one whose reward function tells no answer
-ANSWER_CHARS = 200  # that an answer has at most, and that are the answer of a response that marks none
+_READ_CHARS = 2000  # characters of a response, for its vote if the reward function names no answer
+# the longest answer, and the end of a response that is taken for an unmarked answer
+ANSWER_CHARS = 200
 
 _DISPLAYS = (("\\[", "\\]"), ("$$", "$$"))
 
@@ -68,18 +69,20 @@ _TEX_FORMS = (
 
 
 def last_answer_line(text: str) -> str | None:
-    """Return what follows the last `Answer:` up to the end of its line, or None."""
+    """Return the text from the last `Answer:` to the end of its line, or None."""
     matches = _ANSWER_LINE.findall(text)
     return matches[-1] if matches else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` or `\fbox{...}` whose braces close, or None. In one pass."""
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`, or None. In one
+    pass."""
     return _last_boxed_with_position(text)[0]
 
 
 def final_answer(text: str) -> tuple[str, str] | None:
-    """Return (kind, answer) of the last answer: "boxed" or "line", whichever begins later; None without one."""
+    """Return (kind, answer) of the last answer: "boxed" or "line", whichever begins later; None
+    without one."""
     boxed, boxed_at = _last_boxed_with_position(text)
     lines = list(_ANSWER_LINE.finditer(text))
     if boxed is not None and (not lines or boxed_at >= lines[-1].start()):
@@ -88,14 +91,15 @@ def final_answer(text: str) -> tuple[str, str] | None:
 
 
 def answer_of(response: str) -> str | None:
-    """Return what a response answers, where its reward function does not tell: its final answer in normal form, without
-    one its last 200 characters; None for an empty response."""
+    """Return a response's answer, if its reward function names none: the normalized final answer,
+    or else its last 200 characters; None for an empty response."""
     final = final_answer(response[-_READ_CHARS:])
     return (normalize(final[1]) if final else response.strip()[-ANSWER_CHARS:]) or None
 
 
 def _whole_display(text: str, line: re.Match[str]) -> str:
-    r"""Return the answer of a line; of one that opens a display (`\[`, `$$`), up to the line that closes it."""
+    r"""Return the answer of a line; if it opens a display (`\[`, `$$`), up to the line that closes
+    it."""
     answer = line.group(1)
     for begin, end in _DISPLAYS:
         if answer.startswith(begin) and end not in answer[len(begin) :]:
@@ -106,7 +110,8 @@ def _whole_display(text: str, line: re.Match[str]) -> str:
 
 
 def normalize(answer: str) -> str:
-    """Return the Minerva normal form of an answer. Answers are equal when their normal forms are the same string."""
+    """Return the Minerva normal form of an answer. Answers are equal when their normal forms are
+    the same string."""
     answer = answer.split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         answer = answer.replace(before, after)

@@ -1,4 +1,4 @@
-"""Batches of responses for whoever scores many at once: those that wait when a call becomes free."""
+"""Makes batches of waiting responses for scorers of many at once, whenever a call becomes free."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,8 @@ Request = TypeVar("Request")
 
 @dataclass(eq=False)
 class _Waiting(Generic[Request]):
-    """A response that waits for its verdict. is_alone: its batch failed, so it is asked for by itself."""
+    """A response that waits for its verdict. is_alone: its batch failed, so it gets a call by
+    itself."""
 
     request: Request
     reply: asyncio.Future[Reply]
@@ -20,11 +21,18 @@ class _Waiting(Generic[Request]):
 
 
 class Batches(Generic[Request]):
-    """Puts requests together. A batch that fails is asked for response by response: one bad response costs one."""
+    """Batches requests. A failed batch is repeated response by response, so that one bad response
+    costs one."""
 
     def __init__(self, call: Callable[[Sequence[Request]], Awaitable[Reply]], num_calls: int, batch_size: int) -> None:
-        """call: returns {"verdicts": one per request} or {"error": ...}; raises only where the pool is closed.
-        num_calls: at most so many at once; batch_size: requests per call, at most."""
+        """Take the function that scores a batch.
+
+        Args:
+            call: returns {"verdicts": one per request} or {"error": ...}; raises only if the pool
+                is closed.
+            num_calls: the most calls at once.
+            batch_size: the most requests per call.
+        """
         self.num_calls = num_calls
         self._call = call
         self._batch_size = batch_size
@@ -32,7 +40,7 @@ class Batches(Generic[Request]):
         self._tasks: set[asyncio.Task] = set()
 
     async def reply(self, request: Request) -> Reply:
-        """Return what is said of a response: a verdict, or {"error": ...}."""
+        """Return a response's verdict, or {"error": ...}."""
         entry = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         if len(self._tasks) < self.num_calls:
@@ -42,7 +50,7 @@ class Batches(Generic[Request]):
         return await entry.reply
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running calls and waiting requests."""
         for task in [*self._tasks]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -51,7 +59,7 @@ class Batches(Generic[Request]):
 
     async def _work(self) -> None:
         """Ask for batches as long as something waits."""
-        await asyncio.sleep(0)  # so that those that come together are asked for together
+        await asyncio.sleep(0)  # lets simultaneous requests share a batch
         while batch := self._next():
             try:
                 reply = await self._call([entry.request for entry in batch])
@@ -69,7 +77,7 @@ class Batches(Generic[Request]):
                     entry.reply.set_result(verdict)
 
     def _next(self) -> list[_Waiting[Request]]:
-        """Return the next batch, without those that nobody waits for any more."""
+        """Return the next batch, without abandoned requests."""
         batch: list[_Waiting[Request]] = []
         while self._waiting and len(batch) < self._batch_size:
             entry = self._waiting[0]

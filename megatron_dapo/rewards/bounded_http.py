@@ -1,4 +1,5 @@
-"""An HTTP client for a service that is not trusted: it takes the first bytes of an answer, and unpacks nothing."""
+"""An HTTP client for an untrusted service: it takes the first bytes of an answer, and unpacks
+nothing."""
 
 from collections.abc import AsyncIterator
 
@@ -14,7 +15,7 @@ def bounded_client() -> httpx.AsyncClient:
 
 
 async def _bound(response: httpx.Response) -> None:
-    """Prepare an answer of which nothing but the head was read yet."""
+    """Bound an answer of which only the head was read yet."""
     response.headers.pop("Content-Encoding", None)  # 2 MB may unpack to 2 GB
     response.encoding = "utf-8"  # Python has codecs that take time by the square of the length
     assert isinstance(response.stream, httpx.AsyncByteStream), "of an asynchronous client"

@@ -1,6 +1,6 @@
-r"""What can be compared without sympy: numbers that are written out, words, and two answers written alike.
+r"""Comparisons without sympy: written-out numbers, words, and answers written alike.
 
-Nothing here drops a part of an answer: `x=1,x=2` is not 2, and `1,2` is not 12.
+No part of an answer is dropped: `x=1,x=2` is not 2, and `1,2` is not 12.
 """
 
 import re
@@ -26,7 +26,8 @@ _PERIOD = re.compile(
     # 0.1666...
     r"|(?P<first>\d{0,20}?)(?P<repeated>\d{1,9}?)(?P=repeated){2,20}(?:\.{3}|\\[lc]?dots|\u2026))"
 )
-_DASHES = re.compile("[\u2010-\u2012\u2212\uff0d]|(?<!\\d)\u2013|\u2013(?!\\d)")  # 3\u20135 is a range
+# 3\u20135 is a range
+_DASHES = re.compile("[\u2010-\u2012\u2212\uff0d]|(?<!\\d)\u2013|\u2013(?!\\d)")
 _BLANKS = re.compile("[\u00a0\u2009\u202f]")
 _VULGAR_FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _CURRENCY = re.compile(r"^([-+]?)(?:US)?(?:\\?\$|\\text\{\\\$\}|[\u20ac\u00a3\u00a5])\s?(?=[\d.])(?!.*\$)")
@@ -39,12 +40,12 @@ _OVERLINE = re.compile(r"\\overline\{([A-Z]+)\}")  # a segment; of digits it is 
 _UNITS = re.compile(r"(?<=[\d}])\s*(?:dollars?|points?|integers?)$")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '-][^\W\d_]+)*")
 _MIN_LETTERS = 4  # abc is a product, as good as cba
-_MIN_MARKED_LETTERS = 2  # of what LaTeX calls text; one letter is a choice, which may stand in brackets
+_MIN_MARKED_LETTERS = 2  # in LaTeX's text; one letter is a choice, possibly in brackets
 
 
 def without_delimiters(answer: str) -> str:
-    """Return an answer without the marks of mathematics, of bold text, of money and of a sentence's end around it, with
-    plain dashes, blanks and fractions."""
+    """Return an answer without the surrounding marks of mathematics, bold text, money and a
+    sentence's end, with plain dashes, blanks and fractions."""
     answer = _BLANKS.sub(" ", _DASHES.sub("-", answer)).strip(" \t\r\n*`")
     for begin, end in _DELIMITERS:
         inner = answer.removesuffix(".").removeprefix(begin).removesuffix(end)
@@ -60,20 +61,24 @@ def _as_fraction(match: re.Match[str]) -> str:
 
 
 def without_units(answer: str) -> str:
-    """Return an answer without the words for units behind its number that math-verify takes for products of letters."""
+    """Return an answer without the words for units behind its number that math-verify takes for
+    products of letters."""
     return _ORDINAL.sub("", _UNITS.sub("", without_delimiters(answer)))
 
 
 def as_written(answer: str) -> str:
-    """Return the answer without delimiters, fonts and idle white space. Equal strings are equal answers."""
+    """Return the answer without delimiters, fonts and idle white space. Equal strings are equal
+    answers."""
     plain = without_delimiters(answer).replace("\\colon", ":").replace("{:}", ":")
     plain = _TEXT.sub(r"\1", plain.replace("\\left", "").replace("\\right", ""))
     return _IDLE_SPACE.sub("", _OVERLINE.sub(r"\1", plain))
 
 
 def exact_number(answer: str) -> Fraction | None:
-    """Return the value of an integer, a decimal, which may have a period or a power of ten, or a fraction of integers,
-    which may have an integer before it; None for all else."""
+    """Return the value of an integer, a decimal or a fraction of integers; None for anything else.
+
+    A decimal may be periodic or have a power of ten, a fraction may follow an integer.
+    """
     plain = without_delimiters(answer)
     match = _NUMBER.fullmatch(plain)
     if match is None:
@@ -106,13 +111,15 @@ def _repeating_decimal(plain: str) -> Fraction | None:
 
 
 def words(answer: str) -> str | None:
-    r"""Return the words of an answer that is words alone (a day, a name, `\text{yes}`); None for all else."""
+    r"""Return the words of an answer of words only (a day, a name, `\text{yes}`); None for anything
+    else."""
     text = _text(without_delimiters(answer))
     return text.casefold() if _WORDS.fullmatch(text) else None
 
 
 def is_words(truth: str) -> bool:
-    """Return whether a truth is to be compared as words: as mathematics, `listen` and `silent` are the same product."""
+    """Return whether a truth is to be compared as words: as mathematics, `listen` and `silent` are
+    the same product."""
     plain = without_delimiters(truth)
     text = _text(plain)
     longest = max(map(len, text.split()), default=0)

@@ -1,5 +1,5 @@
-"""The forms of a reward function: it scores one response, all responses to a prompt, or a batch of any; and whether it
-is a coroutine. Its parameters say which."""
+"""The forms of a reward function: for one response, all responses to a prompt, or any batch;
+coroutine or not. Its parameters tell the form."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from megatron_dapo.rewards.reward_result import RewardResult
 
 
 class Scored(Enum):
-    """What one call of a reward function scores; the values are its parameters."""
+    """The responses that one call of a reward function scores; the values are its parameters."""
 
     ONE = "data_source, response, ground_truth, extra_info"
     GROUP = "data_source, responses, ground_truth, extra_info"
@@ -22,14 +22,15 @@ class Scored(Enum):
 
 @dataclass(frozen=True)
 class RewardForm:
-    """How a reward function is called. is_async: its call is awaited, and others go on meanwhile."""
+    """How a reward function is called. is_async: its call is awaited, and others go on
+    meanwhile."""
 
     scored: Scored
     is_async: bool
 
 
 class RewardRequest(NamedTuple):
-    """What a reward function is asked about one response."""
+    """The arguments of a reward function for one response."""
 
     data_source: str
     response: str
@@ -38,8 +39,8 @@ class RewardRequest(NamedTuple):
 
 
 def form_of(function: Callable[..., Any]) -> RewardForm:
-    """Return a function's form: `responses` is the name of the second parameter where it takes several, and
-    `ground_truths` that of the third where they are of several prompts."""
+    """Return a function's form. For several responses its second parameter is named `responses`;
+    for several prompts its third is `ground_truths`."""
     names = [*inspect.signature(function).parameters, "", "", ""]
     scored = Scored.ONE
     if names[1] == "responses":
@@ -49,8 +50,8 @@ def form_of(function: Callable[..., Any]) -> RewardForm:
 
 
 def arguments_of(scored: Scored, requests: Sequence[RewardRequest]) -> tuple[Any, ...]:
-    """Return the four positional arguments for these requests: one of `Scored.ONE`, those of one prompt of
-    `Scored.GROUP`."""
+    """Return the four positional arguments for these requests: one for `Scored.ONE`, those of one
+    prompt for `Scored.GROUP`."""
     if scored is Scored.ONE:
         return tuple(*requests)
     columns = [list(column) for column in zip(*requests, strict=True)]
@@ -61,8 +62,8 @@ def arguments_of(scored: Scored, requests: Sequence[RewardRequest]) -> tuple[Any
 
 
 def results_of(scored: Scored, returned: Any, responses: Sequence[str]) -> list[RewardResult]:
-    """Return what a function returned as a result per response. Raises ValueError for what is no verdict, or where
-    there are not as many as responses."""
+    """Return a result per response. Raises ValueError for invalid verdicts, or a number unlike that
+    of the responses."""
     if inspect.iscoroutine(returned):
         returned.close()
         raise ValueError("the reward function returned a coroutine, but is none; write it with async def")
@@ -84,14 +85,14 @@ def _result(verdict: Any, response: str) -> RewardResult:
 
 
 def _answer(verdict: Any, response: str) -> str | None:
-    """Return what the verdict says that the response answers, as `pred`; else what we read in the response."""
+    """Return the verdict's `pred`; else the answer read from the response."""
     if isinstance(verdict, dict) and "pred" in verdict:
         return None if verdict["pred"] is None else str(verdict["pred"])[-ANSWER_CHARS:]
     return answer_of(response)
 
 
 def _is_correct(verdict: Any, score: float) -> bool:
-    """Return what the verdict says, as `correct` or, as verl's functions do, `acc`; else whether the score is above
+    """Return the verdict's `correct`, or `acc` in verl's functions; else whether the score is above
     0."""
     if not isinstance(verdict, dict) or not verdict.keys() & {"correct", "acc"}:
         return score > 0

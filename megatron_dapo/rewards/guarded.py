@@ -1,7 +1,8 @@
-"""A worker process under a guard: when the worker ends, or is to end, everything that it started ends with it.
+"""A worker process under a guard: when the worker ends, or is to end, all its descendants end with
+it.
 
-`run_guarded` forks. The parent, the guard, runs no code but this; as the "subreaper" of its descendants it inherits
-those whose own parent ended, also in sessions of their own, so that none is out of its sight.
+`run_guarded` forks. The parent, the guard, runs only this code. As the "subreaper" of its
+descendants it inherits orphans, even in other sessions, so that none escapes.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ from megatron_dapo.common.signals import SignalReceiver, reset_signals
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_END_S = 10.0  # for what SIGKILL does not end at once: a process in a call to hanging storage
+_END_S = 10.0  # for a process that survives SIGKILL for a while: in a call to hanging storage
 _LOOK_S = 0.01
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
@@ -26,14 +27,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 def run_guarded(work: Callable[[], None], pipe: int) -> None:
     """Do the work in a child process; return there.
 
-    This process ends when the child has ended, the other side of `pipe` is closed or SIGTERM came, whichever is first,
-    after all descendants. Single-threaded callers only.
+    This process ends when the child has ended, the other side of `pipe` is closed or SIGTERM came,
+    whichever is first, after all descendants. Single-threaded callers only.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, wake = os.pipe()  # numbers of the signals that came
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    SignalReceiver(_SIGNALS).install()  # so that their numbers are written to `wake`
+    SignalReceiver(_SIGNALS).install()  # so that signal numbers are written to `wake`
     guard = os.getpid()
     worker = os.fork()
     if worker == 0:
@@ -44,7 +45,7 @@ def run_guarded(work: Callable[[], None], pipe: int) -> None:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:  # it ended before this was set
             os._exit(1)
-        os.setpgid(0, 0)  # so that what signals its own group does not reach the guard
+        os.setpgid(0, 0)  # so that signals to the worker's own group do not reach the guard
         work()
         return
     code = _wait(worker, pipe, awake)
@@ -52,7 +53,8 @@ def run_guarded(work: Callable[[], None], pipe: int) -> None:
 
 
 def _wait(worker: int, pipe: int, awake: int) -> int | None:
-    """Return the worker's exit code, None where it is to be ended. Descendants that end meanwhile leave no zombies."""
+    """Return the worker's exit code, or None to end it. Descendants that end meanwhile leave no
+    zombies."""
     watch = select.poll()
     watch.register(awake, select.POLLIN)
     watch.register(pipe, 0)  # hang-up is always reported; the data are the worker's
@@ -64,7 +66,8 @@ def _wait(worker: int, pipe: int, awake: int) -> int | None:
 
 
 def _end_all(worker: int, code: int | None) -> int:
-    """Kill what there is, then what that leaves to us, until there is nothing more; return the worker's exit code."""
+    """Kill all descendants, and again their orphans, until none is left; return the worker's exit
+    code."""
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline and (children := psutil.Process().children()):
         for child in children:
@@ -76,7 +79,7 @@ def _end_all(worker: int, code: int | None) -> int:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap the children that ended; return the worker's exit code where it is one of them."""
+    """Reap ended children; return the worker's exit code if it is among them."""
     code = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -1,4 +1,5 @@
-"""Imports that a function makes in its calls, made before them: the deadline of a call is not for loading libraries."""
+"""Imports that a function makes in its calls, made before them: the deadline of a call is not for
+loading libraries."""
 
 import ast
 import importlib.util
@@ -10,9 +11,10 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def import_ahead(path: str) -> None:
-    """Import what `package.module:name`, a function or class, and what it uses of its module import in their calls.
+    """Import the modules that the calls of `package.module:name` will import: of that function or
+    class, and of the definitions it uses in its module.
 
-    What cannot be imported is left to the call, which may not need it.
+    Failed imports are left to the call, which may not need them.
     """
     module_name, _, name = path.partition(":")
     with suppress(OSError, TypeError, SyntaxError):  # no source to read
@@ -25,7 +27,8 @@ def import_ahead(path: str) -> None:
 
 
 def _used_definitions(tree: ast.Module, name: str) -> list[_Definition]:
-    """Return the definition of that name and, in turn, those of the module whose names it mentions."""
+    """Return the definition of that name and, recursively, those of the module whose names it
+    mentions."""
     known = {node.name: node for node in tree.body if isinstance(node, _Definition)}
     used: dict[str, _Definition] = {}
     to_do = [name]
@@ -38,7 +41,7 @@ def _used_definitions(tree: ast.Module, name: str) -> list[_Definition]:
 
 
 def _imports(definition: _Definition) -> Iterator[str]:
-    """Yield the names of what may be modules, relative ones with their dots."""
+    """Yield possible names of modules, relative ones with their dots."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,5 @@
-"""Scores by a judge: a language model behind an OpenAI-compatible endpoint, asked in words and read with a pattern."""
+"""Scores by a judge: a language model behind an OpenAI-compatible endpoint, prompted in words and
+read with a pattern."""
 
 import asyncio
 import hashlib
@@ -32,11 +33,11 @@ log = logging.getLogger(__name__)
 
 
 class Judge:
-    """A model that is asked about each response, many side by side; equal questions are asked once."""
+    """A model that scores responses, many at once; equal questions are sent once."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        """Prepare the requests. Raises UserError where the key is not where the config says."""
-        import openai  # half a second, for runs with a judge alone
+        """Prepare the requests. Raises UserError without the configured key."""
+        import openai  # half a second, only for runs with a judge
 
         from megatron_dapo.rewards.bounded_http import bounded_client
 
@@ -65,12 +66,12 @@ class Judge:
         self._replies: dict[bytes, asyncio.Task[dict[str, Any]]] = {}  # by the hash of the question
 
     async def start(self, timeout_s: float) -> None:
-        """Start the processes that search its answers. The judge is not asked: one that does not answer costs verdicts,
-        as the first responses show."""
+        """Start the processes that search its answers. Sends nothing: a judge that does not answer
+        shows at the first responses."""
         await self._searches.start()
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel running requests and end the processes."""
         for task in self._replies.values():
             task.cancel()
         await asyncio.gather(*self._replies.values(), return_exceptions=True)
@@ -78,8 +79,8 @@ class Judge:
         await self._searches.close()
 
     async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return {"score": ...} or {"error": ...}. An error is not remembered: the next equal question is asked
-        anew."""
+        """Return {"score": ...} or {"error": ...}. Errors are not cached: the next equal question
+        is sent again."""
         question = self._question(prompt, response)
         key = hashlib.sha256(question.encode()).digest()
         task = self._replies.get(key)
@@ -103,7 +104,8 @@ class Judge:
 
     def _question(self, prompt: Prompt, response: str) -> str:
         values = dict(zip(JUDGE_VALUES, (_text(prompt.messages), prompt.ground_truth, response), strict=True))
-        pattern = "|".join(map(re.escape, (f"{{{name}}}" for name in values)))  # one pass: a response may hold braces
+        # one pass: a response may hold braces
+        pattern = "|".join(map(re.escape, (f"{{{name}}}" for name in values)))
         return re.sub(pattern, lambda match: values[match.group()[1:-1]], self._config.prompt)
 
     async def _ask(self, question: str) -> dict[str, Any]:
@@ -126,8 +128,9 @@ class Judge:
         except self._failure as error:
             kind = "timeout" if isinstance(error, self._timeout) else "crash"
             return {"error": f"{kind}: {self._shown(f'{judge}: {error}')}"}
-        except (AttributeError, IndexError, TypeError, ValueError, RecursionError):  # the package checks no answer
-            return {"error": f"exception: {judge} answered what is no chat completion; look at reward.judge.url"}
+        except (AttributeError, IndexError, TypeError, ValueError, RecursionError):
+            # the package checks no answer
+            return {"error": f"exception: {judge} answered no chat completion; look at reward.judge.url"}
         return await self._read(text[-_MAX_SEARCHED_CHARS:])
 
     async def _read(self, text: str) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class Judge:
 
 
 def _text(messages: str | Messages) -> str:
-    """Return what is asked, in words: the last message, which is the user's."""
+    """Return the question: the last message, the user's."""
     if isinstance(messages, str):
         return messages
     return str(messages[-1]["content"])
@@ -173,15 +176,13 @@ def _api_key(config: JudgeConfig) -> str | None:
     if config.api_key_env:
         named = f"reward.judge.api_key_env names {config.api_key_env}"
         if not (key := os.environ.get(config.api_key_env, "").strip()):
-            raise UserError(
-                f"{named}, which the run does not have in its environment; set it for the process of rank 0."
-            )
+            raise UserError(f"{named}, which is not in the run's environment; set it for the process of rank 0.")
         if not is_secret(config.api_key_env, ""):
             raise UserError(
-                f"{named}, which is no name of a secret, so that reward processes would get the key too; give the "
-                f"variable a name such as JUDGE_API_KEY."
+                f"{named}, which does not look like a secret's name, so that reward processes would get the key; give "
+                f"the variable a name such as JUDGE_API_KEY."
             )
-        if not re.fullmatch(r"[!-~]+", key):  # never shown, whatever it is
+        if not re.fullmatch(r"[!-~]+", key):  # its value is never shown
             raise UserError(f"{named}, which does not hold a key: one word of printable ASCII; correct it.")
         return key
     return read_server_key(config.api_key_file, "reward.judge.api_key_file") if config.api_key_file else None

@@ -1,4 +1,5 @@
-r"""What math-verify reads as something else: LaTeX, equations, digits with a base, values of several variables."""
+r"""Forms that math-verify misreads: LaTeX, equations, digits with a base, values of several
+variables."""
 
 import re
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ def readable(text: str) -> str:
 
 
 def conclusion(answer: str) -> str:
-    """Return what follows the last sign of an implication, or the answer as it is."""
+    """Return the text after the last sign of an implication, or the whole answer."""
     return _IMPLICATION.split(answer)[-1].strip()
 
 
@@ -66,9 +67,10 @@ def has_base(answer: str) -> bool:
 
 
 def is_same_with_base(answer: str, truth: str) -> bool:
-    """Return whether two integers are equal, of which at least one is digits with their base as an index.
+    """Return whether two integers are equal, at least one of them written with its base as an
+    index.
 
-    A truth in another base than ten is asked for in that base: the answer must have it.
+    If the truth has another base than ten, the answer must have that base.
     """
     said, wanted = _base_and_digits(answer), _base_and_digits(truth)
     if wanted is not None and wanted[0] != 10:
@@ -93,7 +95,8 @@ def _integer(base: int, digits: str) -> int | None:
 
 
 def values_of_equation(answer: str) -> list[str]:
-    """Return the sides of an equation that are no names: 3+4 and 7 of `x = 3+4 = 7`. Empty for all else."""
+    """Return the sides of an equation that are no names: 3+4 and 7 of `x = 3+4 = 7`. [] for
+    anything else."""
     sides = _parts(answer, "=")
     if len(sides) < 2 or "," in answer or _RELATION.search(answer) or not all(sides):
         return []
@@ -106,8 +109,11 @@ def _has_letters(side: str) -> bool:
 
 
 def same_point(answer: str, truth: str) -> list[tuple[str, str]] | None:
-    """Return the pairs of values to compare where an answer or a truth is values of several variables (`x=1, y=2`) and
-    the other one, too, or a tuple in the variables' order; None for all else. No pairs: they differ."""
+    """Return the pairs of values to compare for a list of several variables' values (`x=1, y=2`).
+
+    The other side must be such a list too, or a tuple in the variables' order. No pairs: they
+    differ. None for anything else.
+    """
     said, wanted = _assignments(answer), _assignments(truth)
     if said and wanted:
         return [(said[name], wanted[name]) for name in wanted] if said.keys() == wanted.keys() else []
@@ -122,13 +128,15 @@ def same_point(answer: str, truth: str) -> list[tuple[str, str]] | None:
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Return variables in the order of a tuple: x, y, z and x_1, x_2 by themselves, others as they are named."""
+    """Return variables in the order of a tuple: x, y, z and x_1, x_2 by themselves, others as they
+    are named."""
     in_order = sorted(names)
     return in_order if ord(in_order[-1][0]) - ord(in_order[0][0]) < len(in_order) else [*names]
 
 
 def _assignments(text: str) -> dict[str, str]:
-    """Return variable -> value of at least two variables that an answer gives one value each, else nothing."""
+    """Return variable -> value of an answer with one value each for at least two variables, else
+    {}."""
     sides = _parts(text, "=")
     if len(sides) == 2 and (names := _values(sides[0])) and all(map(_VARIABLE.fullmatch, names)):
         values = _values(sides[1]) or []
@@ -150,7 +158,7 @@ def _values(text: str) -> list[str] | None:
 
 
 def _parts(text: str, separator: str = ",") -> list[str]:
-    """Return what stands between the commas, or the equals signs, outside brackets."""
+    """Return the text between the commas, or equals signs, outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -162,7 +170,7 @@ def _parts(text: str, separator: str = ",") -> list[str]:
 
 
 def is_tuple_for_set(answer: str, truth: str) -> bool:
-    """Return whether the answer is a tuple or an open interval where the truth is a set in braces."""
+    """Return whether the answer is a tuple or an open interval, but the truth a set in braces."""
     return _BRACES.fullmatch(truth) is not None and _PARENTHESES.fullmatch(answer) is not None
 
 

@@ -1,4 +1,5 @@
-"""One process that searches texts, since nothing else ends a search: `python -m megatron_dapo.rewards.pattern_worker`.
+"""One process that searches texts: only its end can stop a search. `python -m
+megatron_dapo.rewards.pattern_worker`.
 
 A request {"text": ...} is answered by {"match": first group of the last match, or null}.
 """

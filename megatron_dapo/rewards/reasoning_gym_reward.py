@@ -1,4 +1,5 @@
-"""The reward function `reasoning_gym`: the verdict of the package's own task, on a problem made again from its seed.
+"""The reward function `reasoning_gym`: the verdict of the package's own task, on a problem made
+again from its seed.
 
 Needs the package reasoning-gym. Importing this module does not import it.
 """
@@ -13,19 +14,22 @@ from megatron_dapo.rewards.reward_result import Verdict
 
 SOURCE_PREFIX = "reasoning_gym/"
 _ANSWER = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
-_COMPARED_AS_TEXT = ("game_of_life_halting",)  # the package takes every text for its answer, False or True
+# the package takes every text for its answer, False or True
+_COMPARED_AS_TEXT = ("game_of_life_halting",)
 _RIGHT = 0.99  # tasks give credit for parts, and compute in floats
 
 
 def reasoning_gym(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, partial_credit: bool = False
 ) -> Verdict:
-    """Return 1 where the task of `reasoning_gym/TASK` calls the answer right, 0 elsewhere.
+    """Return 1 if the task of `reasoning_gym/TASK` judges the answer right, else 0.
 
-    partial_credit: the task's score instead.
+    The answer is the last <answer>...</answer>, or without one the whole response.
 
-    The answer is the last <answer>...</answer>, or without one the whole response. extra_info: seed, size, index and
-    config of the problem, as `megatron_dapo.envs.prompts` writes them.
+    Args:
+        extra_info: seed, size, index and config of the problem, written by
+            `megatron_dapo.envs.prompts`.
+        partial_credit: return the task's score instead.
     """
     score = answer_score(data_source, response, extra_info)
     right = score >= _RIGHT
@@ -54,7 +58,8 @@ def _last_answer(response: str) -> str:
 def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
     """Return the package's data set of `size` problems.
 
-    Raises UserError where package, task or a key of config is unknown.
+    Raises:
+        UserError: if package, task or a key of config is unknown.
     """
     try:
         from reasoning_gym import create_dataset
@@ -71,6 +76,7 @@ def create(task: str, seed: int, size: int, config: dict[str, Any]) -> Any:
 
 @lru_cache(maxsize=1024)
 def _problem(task: str, seed: int, size: int, config: str, index: int) -> tuple[Any, dict]:
-    """Return a task and one of its problems. config: in JSON, since some tasks' settings are lists."""
+    """Return a task and one of its problems. config: in JSON, since some tasks' settings are
+    lists."""
     tasks = create(task, seed, size, json.loads(config))
     return tasks, tasks[index]

@@ -1,7 +1,8 @@
-"""The reward pool: worker processes with hard limits. One bad response costs one sample, never the run.
+"""The reward pool: worker processes with hard limits. One bad response costs one sample, never the
+run.
 
-Every worker holds one request at a time, or many where the function is a coroutine. At the deadline it is killed and
-replaced; the sample gets the function's score of a wrong answer and says why.
+Every worker holds one request at a time, or many for a coroutine. At the deadline it is killed and
+replaced; the sample gets the function's score of a wrong answer, with the reason.
 """
 
 import asyncio
@@ -50,15 +51,15 @@ class RewardPool:
             function: a built-in name or package.module:function.
             kwargs: its keyword arguments.
             num_workers: processes.
-            timeout_s: hard limit of one call of the function, from the moment a worker takes it.
+            timeout_s: hard limit of one call, from the moment a worker takes it.
             memory_limit_mb: address space of a worker.
-            pass_env: names of environment variables that workers get though they look like secrets.
-            data_sources: of the prompts, for what by_data_source loads ahead.
-            allow_unsandboxed: run programs of the model without a sandbox where none can be made.
-            max_concurrency: calls of a coroutine that are under way at once, in all processes together.
-            batch_size: responses per call of a function that takes a batch, at most.
-            seed: with it and its responses Python's and numpy's random generators are seeded before each call of a
-                function that is no coroutine.
+            pass_env: environment variables for workers that look like secrets.
+            data_sources: of the prompts, for the functions that by_data_source loads ahead.
+            allow_unsandboxed: run programs of the model without a sandbox if none can be made.
+            max_concurrency: running calls of a coroutine, in all processes together.
+            batch_size: the most responses per call of a function that takes a batch.
+            seed: seeds, with the responses, Python's and numpy's random generators before each call
+                of a function that is no coroutine.
         """
         self._function = function
         self._kwargs = kwargs
@@ -88,7 +89,8 @@ class RewardPool:
         self.last_traceback = ""  # of the function's last exception
 
     async def start(self) -> None:
-        """Start the workers. Raises UserError for an unusable function, WorkerLost where a worker does not start."""
+        """Start the workers. Raises UserError for an unusable function, WorkerLost if a worker does
+        not start."""
         check_reward(self._function, self._kwargs)
         await self._pool.start()
         greeting = self._pool.greeting
@@ -100,7 +102,8 @@ class RewardPool:
 
     @property
     def scores_groups(self) -> bool:
-        """Return whether the function scores all responses to a prompt in one call: `score_group`."""
+        """Return whether the function scores all responses to a prompt in one call:
+        `score_group`."""
         return self._scored is Scored.GROUP
 
     async def score(
@@ -108,8 +111,8 @@ class RewardPool:
     ) -> RewardResult:
         """Return the verdict on a response. The arguments are the reward function's own.
 
-        Never raises because of a response: timeout, crash and exception come back as `error`, counted. Raises
-        RuntimeError outside start() ... close().
+        Never raises because of a response: timeout, crash and exception come back as `error`,
+        counted. Raises RuntimeError outside start() ... close().
         """
         request = RewardRequest(data_source, response, ground_truth, extra_info or {})
         if self._scored is Scored.BATCH:
@@ -119,12 +122,14 @@ class RewardPool:
     async def score_group(
         self, data_source: str, responses: Sequence[str], ground_truth: str, extra_info: dict[str, Any] | None = None
     ) -> list[RewardResult]:
-        """Return the verdicts on all responses to a prompt; as `score`. An error is that of all of them."""
+        """Return the verdicts on all responses to a prompt; as `score`. An error is that of all of
+        them."""
         requests = [RewardRequest(data_source, response, ground_truth, extra_info or {}) for response in responses]
         return self._results(requests, _one_by_one(await self._ask(requests), len(requests)))
 
     async def _ask(self, requests: Sequence[RewardRequest]) -> dict[str, Any]:
-        """Return the reply of a worker to one call: {"verdicts": ...} with as many as requests, or {"error": ...}."""
+        """Return a worker's reply to one call: {"verdicts": ...}, one per request, or {"error":
+        ...}."""
         message = {"requests": [tuple(request) for request in requests]}
         try:
             if self._shared is not None:
@@ -149,7 +154,8 @@ class RewardPool:
         await self._batches.close()
 
     def stats(self) -> dict[str, int]:
-        """Return num_scored (all requests answered), num_timeouts, num_crashes, num_exceptions since the start."""
+        """Return num_scored (all requests answered), num_timeouts, num_crashes, num_exceptions
+        since the start."""
         return dict(self._counts)
 
     def _results(self, requests: Sequence[RewardRequest], replies: Sequence[dict[str, Any]]) -> list[RewardResult]:
@@ -171,12 +177,12 @@ class RewardPool:
 
 
 def _one_by_one(reply: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Return what a reply to a call with this number of responses says of each."""
+    """Split the reply to a call into one per response."""
     return [reply] * number if "error" in reply else reply["verdicts"]
 
 
 def _is_reply(reply: dict[str, Any], number: int) -> bool:
-    """Return whether it is what rewards/reward_worker.py answers: also code of the user's runs in there."""
+    """Return whether it is a reply of rewards/reward_worker.py, which also runs the user's code."""
     if "error" in reply:
         return isinstance(reply["error"], str) and reply["error"].partition(":")[0] in _COUNTS
     verdicts = reply.get("verdicts")

@@ -1,4 +1,5 @@
-"""Reward functions by name: the built-in table, custom functions by import path, and the choice by data source."""
+"""Reward functions by name: the built-in table, custom functions by import path, and the choice by
+data source."""
 
 import difflib
 import inspect
@@ -19,7 +20,7 @@ _SHOWN_CHARS = 60
 _NAMED_FAULTS = 3
 
 WRONG_SCORES = dict.fromkeys(BUILT_IN_REWARDS, 0.0) | {"math_dapo": -1.0}
-"""What a built-in function gives a wrong answer."""
+"""The built-in functions' scores of a wrong answer."""
 
 DATA_SOURCES = {
     "math_dapo*": "math_dapo",
@@ -31,13 +32,14 @@ DATA_SOURCES = {
     "reasoning_gym/*": "reasoning_gym",
     **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code_tests"),
 }
-"""`by_data_source`: pattern of the data source -> built-in function; the first that matches. The names that verl
-gives its data get scores in the range of verl's own rewards: +1 and -1, or 1 and 0."""
+"""`by_data_source`: pattern of the data source -> built-in function; the first that matches. The
+names that verl gives its data get scores in the range of verl's own rewards: +1 and -1, or 1 and
+0."""
 
 
 def function_name(function: str, data_source: str) -> str:
-    """Return the name or path of the function for a data source: `function` itself, or by_data_source's choice. Raises
-    UserError."""
+    """Return the name or path of the function for a data source: `function` itself, or
+    by_data_source's choice. Raises UserError."""
     if function != BY_DATA_SOURCE:
         return function
     for pattern, name in DATA_SOURCES.items():
@@ -51,7 +53,8 @@ def function_name(function: str, data_source: str) -> str:
 
 
 def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[str] = ()) -> None:
-    """Raise UserError for an unknown name, or data sources that by_data_source has no function for. Imports nothing."""
+    """Raise UserError for an unknown name, or a data source without a function in by_data_source.
+    Imports nothing."""
     if function == BY_DATA_SOURCE:
         if kwargs:
             raise UserError(
@@ -70,7 +73,7 @@ def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[s
 
 
 def check_ground_truths(function: str, prompts: Iterable[Prompt]) -> None:
-    """Raise UserError for prompts whose ground truth holds no tests, of those that `code_tests` scores."""
+    """Raise UserError for prompts scored by `code_tests` whose ground truth holds no tests."""
     faults = []
     for prompt in prompts:
         if function_name(function, prompt.data_source) == "code_tests":
@@ -97,7 +100,8 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
 
 @cache
 def load(function: str) -> Callable[..., Any]:
-    """Import the function of a built-in name or of a path `package.module:function`. Raises UserError."""
+    """Import the function of a built-in name or of a path `package.module:function`. Raises
+    UserError."""
     path = BUILT_IN_REWARDS.get(function, function)
     loaded = import_attribute("reward.function", path, "package.module:function", name=function)
     if not callable(loaded):
@@ -106,13 +110,14 @@ def load(function: str) -> Callable[..., Any]:
 
 
 def form_of_name(function: str) -> RewardForm:
-    """Return the form of a function by name or path; by_data_source and its functions score one response. Raises
-    UserError."""
+    """Return the form of a function by name or path; by_data_source and its functions score one
+    response. Raises UserError."""
     return RewardForm(Scored.ONE, is_async=False) if function == BY_DATA_SOURCE else form_of(load(function))
 
 
 def check_signature(function: str, kwargs: dict[str, Any]) -> None:
-    """Raise UserError where the function cannot be called with four positions and these keyword arguments."""
+    """Raise UserError if the function cannot be called with four positions and these keyword
+    arguments."""
     try:
         inspect.signature(load(function)).bind("", "", "", {}, **kwargs)
     except TypeError as error:
@@ -125,7 +130,7 @@ def check_signature(function: str, kwargs: dict[str, Any]) -> None:
 
 
 def _check_values(function: str, kwargs: dict[str, Any]) -> None:
-    """Raise UserError for values that a built-in function, which has a type for each, could not calculate with."""
+    """Raise UserError for values of the wrong type or size for a built-in function."""
     parameters = inspect.signature(load(function)).parameters
     for name, value in kwargs.items():
         kind = parameters[name].annotation
@@ -145,7 +150,8 @@ def score_response(
     ground_truth: str,
     extra_info: dict[str, Any],
 ) -> RewardResult:
-    """Call a function that scores one response in this process; return its verdict. See `score_responses`."""
+    """Call a function that scores one response in this process; return its verdict. See
+    `score_responses`."""
     [result] = score_responses(function, kwargs, [RewardRequest(data_source, response, ground_truth, extra_info)])
     return result
 
@@ -156,9 +162,10 @@ def score_responses(function: str, kwargs: dict[str, Any], requests: Sequence[Re
     Args:
         function: a built-in name or package.module:function, not a coroutine.
         kwargs: its keyword arguments.
-        requests: as many as its form takes at once.
+        requests: the number that its form takes at once.
 
-    Raises whatever the function raises, and ValueError for verdicts that are none.
+    Raises:
+        ValueError: for invalid verdicts; besides any error of the function.
     """
     call = load(function_name(function, requests[0].data_source))
     scored = form_of(call).scored
@@ -169,7 +176,7 @@ def score_responses(function: str, kwargs: dict[str, Any], requests: Sequence[Re
 async def score_responses_async(
     function: str, kwargs: dict[str, Any], requests: Sequence[RewardRequest]
 ) -> list[RewardResult]:
-    """Await a function that is a coroutine; else as `score_responses`."""
+    """Await a function that is a coroutine; else like `score_responses`."""
     call = load(function)
     scored = form_of(call).scored
     returned = await call(*arguments_of(scored, requests), **kwargs)

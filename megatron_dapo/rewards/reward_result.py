@@ -1,21 +1,21 @@
-"""What the reward pool answers."""
+"""The answer of the reward pool."""
 
 from dataclasses import dataclass, field
 
 Verdict = dict[str, float | bool | str | None]
-"""What a built-in function returns: score, correct and, as verl's functions do, pred: what the response answers."""
+"""The result of a built-in function: score, correct and pred, the response's answer, named as in
+verl."""
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The verdict on one response.
-
-    error: None, "timeout", "crash", "crash: ..." or "exception: ..."; with an error `score` is that function's score of
-    a wrong answer. answer: what the response answers, in a form in which equal answers are equal; None = nothing. It is
-    for a vote among responses, and no part of the verdict.
-    """
+    """The verdict on one response."""
 
     score: float
+    """With an error, the function's score of a wrong answer."""
     correct: bool
     error: str | None = None
+    """None, "timeout", "crash", "crash: ..." or "exception: ..."."""
     answer: str | None = field(default=None, compare=False)
+    """The response's answer for majority votes, in a form equal for equal answers, or None. Not
+    part of the verdict."""

@@ -1,7 +1,9 @@
-"""One reward process: `python -m megatron_dapo.rewards.reward_worker`. Started, watched and killed by the reward pool.
+"""One reward process: `python -m megatron_dapo.rewards.reward_worker`. Started, watched and killed
+by the reward pool.
 
-The settings are answered by {"wrong_score": ..., "scored": ..., "is_async": ...} or {"user_error": ...}, a request by
-{"verdicts": [{"score": ..., "correct": ..., "answer": ...}, ...]}, one per response.
+The settings are answered by {"wrong_score": ..., "scored": ..., "is_async": ...} or {"user_error":
+...}, a request by {"verdicts": [{"score": ..., "correct": ..., "answer": ...}, ...]}, one per
+response.
 """
 
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ def get_ready(settings: Message) -> tuple[Message, Answer | AsyncAnswer]:
 
 
 def _load_ahead(function: str) -> None:
-    """Import what the function needs before the first response, whose deadline is not for that."""
+    """Import the function's modules before the first response, outside its deadline."""
     if function != BY_DATA_SOURCE:
         load(function)
         import_ahead(BUILT_IN_REWARDS.get(function, function))
@@ -69,7 +71,7 @@ def _checked_wrong_score(function: str, kwargs: dict[str, Any]) -> float:
 
 
 def _answer(function: str, kwargs: dict[str, Any], seed: int, message: Message) -> Message:
-    # of the request: which worker gets it has no say in what a function draws
+    # depends on the request only, not on its worker
     seed_generators(seed_from(seed, repr(message)))
     return _verdicts(score_responses(function, kwargs, _requests(message)))
 

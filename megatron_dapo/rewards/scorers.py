@@ -1,4 +1,5 @@
-"""Scores of others beside those of the reward function: by a reward model, by a judge; and how all make one reward."""
+"""Scores beside those of the reward function: by a reward model, by a judge; and their sum as one
+reward."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,18 +15,19 @@ class Scorer(Protocol):
     """Gives responses a score."""
 
     async def start(self, timeout_s: float) -> None:
-        """Get ready. Raises UserError where that is not possible within timeout_s."""
+        """Get ready. Raises UserError if that is not possible within timeout_s."""
         ...
 
     async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:
-        """Return {"score": ...} or {"error": ...}, in words that begin with timeout, crash or exception."""
+        """Return {"score": ...} or {"error": ...}, in words that begin with timeout, crash or
+        exception."""
         ...
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeightedScorer:
     """A scorer and the factor of its scores."""
 
     scorer: Scorer
@@ -33,34 +35,34 @@ class Weighed:
 
 
 class Scorers:
-    """All scorers of a run, none of which may be left out of a reward."""
+    """All scorers of a run, each required for a reward."""
 
-    def __init__(self, config: RewardConfig, weighed: Sequence[Weighed]) -> None:
+    def __init__(self, config: RewardConfig, scorers: Sequence[WeightedScorer]) -> None:
         self._config = config
-        self._weighed = list(weighed)
+        self._scorers = list(scorers)
 
     async def start(self, timeout_s: float) -> None:
         """Wait until all are ready. Raises UserError."""
-        for each in self._weighed:
+        for each in self._scorers:
             await each.scorer.start(timeout_s)
 
     async def close(self) -> None:
-        """End what is under way."""
-        for each in self._weighed:
+        """Close all scorers."""
+        for each in self._scorers:
             await each.scorer.close()
 
     async def combined(self, verdict: RewardResult, prompt: Prompt, response: str) -> RewardResult:
-        """Return the function's verdict on a response with the scores in it; with the first error where there is one.
+        """Return the function's verdict on a response with all scores added, or the first error.
 
-        `correct` stays the function's; where that is `none`, a score above 0 is correct.
+        `correct` stays the function's; with the function `none`, a score above 0 is correct.
         """
-        if verdict.error is not None or not self._weighed:
+        if verdict.error is not None or not self._scorers:
             return verdict
-        replies = await asyncio.gather(*(each.scorer.reply(prompt, response) for each in self._weighed))
+        replies = await asyncio.gather(*(each.scorer.reply(prompt, response) for each in self._scorers))
         for reply in replies:
             if "error" in reply:
                 return RewardResult(verdict.score, correct=False, error=reply["error"], answer=verdict.answer)
-        score = sum(each.weight * reply["score"] for each, reply in zip(self._weighed, replies, strict=True))
+        score = sum(each.weight * reply["score"] for each, reply in zip(self._scorers, replies, strict=True))
         correct = score > 0 if self._config.function == "none" else verdict.correct
-        own = verdict.score if self._config.combine == "sum" else 0.0
-        return RewardResult(own + score, correct, answer=verdict.answer)
+        function_score = verdict.score if self._config.combine == "sum" else 0.0
+        return RewardResult(function_score + score, correct, answer=verdict.answer)

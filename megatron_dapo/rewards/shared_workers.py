@@ -8,8 +8,8 @@ from megatron_dapo.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from megatron_dapo.rewards.worker_process import Message
 
 _CANCEL_S = 2.0
-"""How long a worker has to end a request whose time is over. One that does not answer in this time is blocked, by this
-request or by another, and is killed."""
+"""Time for a worker to end a cancelled request. A worker that does not answer in this time is
+blocked, by this request or another one, and is killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,15 @@ class SharedWorkers:
         self._limits: list[int] = []  # of the suspects under way there
 
     async def ask(self, message: Message, timeout_s: float) -> Message:
-        """Return the reply of the worker that has the fewest requests.
+        """Return the reply of the worker with the fewest requests.
 
-        Raises TimeoutError, and WorkerLost. A worker that is lost takes all its requests with it, and nobody knows
-        which of them did it: they are asked again in one worker, half as many at once each time that it is lost. The
-        one that is alone when that happens did it.
+        A lost worker takes all its requests with it, and any of them may be the cause. They are
+        repeated in one worker, half as many at once after each loss. The request that is left as
+        the only one is the cause.
+
+        Raises:
+            TimeoutError: past the limit.
+            WorkerLost: if this request ended its worker.
         """
         try:
             return await self._ask_among_others(message, timeout_s)
@@ -73,7 +77,8 @@ class SharedWorkers:
         return [host for host in self._hosts if host is not self._suspects_host]
 
     async def _ask_among_suspects(self, message: Message, timeout_s: float, limit: int) -> Message:
-        """Ask where at most `limit` requests are under way, this one included, all of them suspects."""
+        """Send the request with at most `limit` requests under way, itself included, all of them
+        suspects."""
         if self._suspects_host is None:
             self._suspects_host = min(self._hosts, key=lambda host: host.num_requests)
         host = self._suspects_host
@@ -134,7 +139,7 @@ class _Host:
             answer.cancel()
 
     async def _borrowed(self) -> Worker:
-        """Return the worker, borrowed if it was not. Raises _LostTogether where it does not start."""
+        """Return the worker, borrowed if necessary. Raises _LostTogether if it does not start."""
         if self._reading is None or self._reading.done():
             self._worker = asyncio.get_running_loop().create_future()
             self._reading = asyncio.create_task(self._read(self._worker))
@@ -142,11 +147,12 @@ class _Host:
         return await asyncio.shield(self._worker)
 
     async def _read(self, borrowed: asyncio.Future[Worker]) -> None:
-        """Borrow a worker and hand on what it answers, until it is lost."""
+        """Borrow a worker and pass on its answers, until it is lost."""
         reason = "the pool is closed"
         try:
             async with self._pool.worker() as worker:
-                worker.distrust()  # whoever has it next gets a fresh process: requests may be under way in this one
+                # its next user gets a fresh process: requests may be under way in this one
+                worker.distrust()
                 borrowed.set_result(worker)
                 while True:
                     reply = await worker.receive()
@@ -164,10 +170,10 @@ class _Host:
             for future in futures:
                 if not future.done():
                     future.set_exception(_LostTogether(reason, len(self._answers)))
-                    future.exception()  # there may be nobody who asks for it
+                    future.exception()  # its caller may be gone
 
     async def _cancel(self, worker: Worker, number: int, answer: asyncio.Future) -> None:
-        """End a request in the worker, or the worker where it does not. Raises _LostTogether."""
+        """End a request in the worker, or else the worker. Raises _LostTogether."""
         reading = self._reading
         assert reading is not None, "the worker is borrowed"
         try:
@@ -177,6 +183,6 @@ class _Host:
                 await asyncio.shield(answer)
         except TimeoutError:
             if not reading.cancelling():
-                logger.warning("a reward worker is blocked by a request whose time is over; it is killed")
+                logger.warning("a reward worker is blocked by a request past its limit; it is killed")
                 reading.cancel()
             await answer

@@ -1,4 +1,5 @@
-"""The reward function `math_verify`: numbers, words and equal strings at once, the rest by math-verify (sympy), capped.
+"""The reward function `math_verify`: numbers, words and equal strings at once, the rest by
+math-verify (sympy), capped.
 
 sympy runs in the reward workers only. Importing this module imports sympy.
 """
@@ -36,7 +37,8 @@ from megatron_dapo.rewards.reward_result import Verdict
 
 _TAIL_CHARS = 32768  # searched for the final answer
 _SYMPY_CHARS = 1000  # given to sympy
-_MAX_NESTING = 24  # 12 bare braces already take math-verify 3 s; a continued fraction of 24 takes 0.1 s
+# 12 bare braces already take math-verify 3 s; a continued fraction of 24 takes 0.1 s
+_MAX_NESTING = 24
 _MAX_COMMAS = 100
 _MAX_WAIT = 10  # seconds on the clock for one of CPU time: other processes may have the cores
 _TOO_EXPENSIVE = re.compile(
@@ -47,20 +49,24 @@ _TOO_EXPENSIVE = re.compile(
     r"|![\s})]*[})][\s})]*!"  # factorial of a factorial
 )
 _SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
-_LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")  # math-verify takes one of its numbers
-# a run of letters that is no command, no function and no "or": a sentence, out of which math-verify takes the number
+# math-verify takes one of its numbers
+_LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")
+# letters that are no command, function or "or": a sentence, of which math-verify would take the
+# number
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
-_EMPTY_GROUP = re.compile(r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}")  # invisible; math-verify reads the empty set
+# invisible; math-verify reads the empty set
+_EMPTY_GROUP = re.compile(r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}")
 _COMMENT = re.compile(r" \((?!or\b|and\b|mod\b)[A-Za-z]{2,}[ ,][^()]*\)[.\s]*")
 _TEXT = re.compile(r"\\[A-Za-z]+(?:\{[A-Za-z .,]*\})?")
 
-# math-verify's own time limits are switched off below (one limit for the whole comparison replaces them); it warns.
+# math-verify's own time limits are switched off below (one limit for the whole comparison replaces
+# them); it warns.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def _math_verify() -> Any:
-    """Import math-verify and have it read a fraction. Raises UserError where it cannot: its parser is made for certain
-    versions of the antlr runtime, which other packages replace."""
+    """Import math-verify and have it read a fraction. Raises UserError on failure: its parser needs
+    certain versions of the antlr runtime, which other packages replace."""
     try:
         module = importlib.import_module("math_verify")
         parsed = module.parse("\\boxed{\\frac{1}{2}}", parsing_timeout=None)
@@ -89,14 +95,18 @@ sympy_verify = _math_verify()
 def math_verify(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, time_limit_s: float = 2.0
 ) -> Verdict:
-    r"""Return 1 where the response's final answer equals the ground truth as mathematics, 0 elsewhere.
+    r"""Return 1 if the response's final answer equals the ground truth as mathematics, else 0.
 
-    The final answer is the last `\boxed{...}` or `Answer: ...`, or what math-verify finds in the last 1000 characters.
-    Numbers that are written out are compared exactly, but for a decimal beside a fraction, which math-verify rounds to
-    six places. Answers too long, too deeply nested (over 24) or too big (exponents, factorials) for sympy are right
-    only if they are written as the ground truth is. Raises TimeoutError after `time_limit_s` of sympy (CPU time),
-    ValueError where the ground truth is no mathematics. The limit is a signal: outside the main thread only the reward
-    pool's deadline holds.
+    The final answer is the last `\boxed{...}` or `Answer: ...`, or math-verify's find in the last
+    1000 characters. Written-out numbers are compared exactly, except a decimal with a fraction,
+    which math-verify rounds to six places. Answers too long, too deeply nested (over 24) or too big
+    (exponents, factorials) for sympy are right only if written like the ground truth.
+
+    The limit is a signal: outside the main thread only the reward pool's deadline holds.
+
+    Raises:
+        TimeoutError: after `time_limit_s` of sympy (CPU time).
+        ValueError: if the ground truth is no mathematics.
     """
     with _time_limit(time_limit_s):
         correct = _is_right(response, ground_truth)
@@ -106,7 +116,7 @@ def math_verify(
 
 
 def _written_alike(answer: str) -> str:
-    """Return an answer in a form that answers have in common which are equal without sympy."""
+    """Return a normal form that answers share if they are equal without sympy."""
     plain = without_units(answer)
     number = exact_number(plain)
     return str(number) if number is not None else words(plain) or as_written(plain)
@@ -148,7 +158,7 @@ def _is_equal(kind: str, answer: str, truth: str) -> bool:
 
 
 def _is_other_kind(answer: str, truth: str, is_number: bool) -> bool:
-    """Return whether the answer is what math-verify would take for a truth of another kind."""
+    """Return whether math-verify could mistake the answer for a truth of another kind."""
     return (
         _SEVERAL_NUMBERS.fullmatch(answer) is not None
         or (is_number and _LIST_WITH_DOTS.search(answer) is not None)
@@ -170,27 +180,30 @@ def _is_equal_to_sympy(text: str, truth: str) -> bool:
 
 
 def _without_comment(line: str) -> str:
-    """Return an answer line without words in parentheses at its end: `12 (see above, by symmetry)`; `(mod 7)`,
+    """Return an answer line without words in parentheses at its end: `12 (see above, by symmetry)`;
+    `(mod 7)`,
     `(or 13)` are no comments."""
     start = line.rfind(" (")
     return line[:start] if start > 0 and _COMMENT.fullmatch(line, start) else line
 
 
 def _is_rounding(answer: str, truth: str) -> bool:
-    """Return whether one is a decimal and the other a fraction, of which it may be a rounding; all else is exact."""
+    """Return whether one is a decimal and the other a fraction, possibly rounded; other pairs are
+    exact."""
     return ("." in answer) != ("." in truth) and ("/" in answer + truth or "frac" in answer + truth)
 
 
 def _decimal_places(truth: Fraction | None) -> int:
-    """Return the decimal places to which math-verify rounds where a decimal is compared.
+    """Return the decimal places to which math-verify rounds in comparisons with a decimal.
 
-    Six, and of a small truth six digits that count.
+    Six, or for a small truth six significant digits.
     """
     return max(6, 5 - math.floor(math.log10(abs(truth)))) if truth else 6
 
 
 def is_too_expensive(text: str) -> bool:
-    """Return True where sympy could take seconds: length, nesting, number of elements, exponents, factorials."""
+    """Return True if sympy could take seconds: length, nesting, number of elements, exponents,
+    factorials."""
     return (
         len(text) > _SYMPY_CHARS
         or text.count(",") > _MAX_COMMAS
@@ -205,7 +218,8 @@ def _for_sympy(kind: str, answer: str) -> str:
 
 
 def _is_prose(line: str) -> bool:
-    r"""Return whether an answer line has words around its mathematics: `5 apples`, `the root is $\sqrt 2$`."""
+    r"""Return whether an answer line has words around its mathematics: `5 apples`, `the root is
+    $\sqrt 2$`."""
     return any(mark in line for mark in ("$", "\\(", "\\[")) or _PROSE.search(_TEXT.sub("", line)) is not None
 
 
@@ -218,7 +232,7 @@ def _parse_truth(ground_truth: str) -> list:
 
 
 def _with_imaginary_unit(parsed: list) -> list:
-    """Return what was parsed with i for the square root of -1, where i is the only letter."""
+    """Return the parsed parts with i as the square root of -1, if i is the only letter."""
     return [_imaginary(part) if _is_in_i_alone(part) else part for part in parsed]
 
 
@@ -243,13 +257,13 @@ def _nesting(text: str) -> int:
 
 
 class _TimeUp(BaseException):
-    """Not an Exception: sympy and math-verify catch those."""
+    """Not an Exception, since sympy and math-verify catch those."""
 
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread once `seconds` of this process's CPU time are over, or _MAX_WAIT times as
-    much on the clock: what sleeps ends, too."""
+    """Raise TimeoutError in the main thread after `seconds` of this process's CPU time, or
+    _MAX_WAIT times that on the clock, which ends sleeping code too."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -258,7 +272,8 @@ def _time_limit(seconds: float) -> Iterator[None]:
         raise _TimeUp
 
     with SignalReceiver((signal.SIGPROF, signal.SIGALRM), time_up):
-        # again every second: what is raised while a destructor or a gc callback runs is printed by Python and dropped
+        # again every second: Python prints and drops an exception raised in a destructor or a gc
+        # callback
         signal.setitimer(signal.ITIMER_PROF, seconds, 1.0)
         signal.setitimer(signal.ITIMER_REAL, _MAX_WAIT * seconds, 1.0)
         try:

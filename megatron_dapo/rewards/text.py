@@ -1,4 +1,5 @@
-"""Reward functions that need no more than text: `math_dapo`, `exact_match`, `environment`. Microseconds each."""
+"""Reward functions that need no more than text: `math_dapo`, `exact_match`, `environment`.
+Microseconds each."""
 
 import re
 
@@ -13,12 +14,16 @@ _MINERVA_TAIL_CHARS = 300  # the longest answer of MATH-500 has 159
 def math_dapo(
     data_source: str, response: str, ground_truth: str, extra_info: dict, *, boxed_fallback: bool = False
 ) -> Verdict:
-    r"""Return +1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv 2503.14476).
+    r"""Return +1 for the right final answer, -1 for any other: the rule of the DAPO recipe (arXiv
+    2503.14476).
 
-    The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form, must be the string that
-    the ground truth becomes; an integer that a table wrote as 034 or 34.0 is 34, too. An answer that the normal form
-    leaves nothing of (`square`) must be the ground truth as written. boxed_fallback: where no such
-    line exists, the last `\boxed{...}` is read instead; the public recipe did not do this, and it raises early rewards.
+    The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form,
+    must equal the ground truth's normal form; an integer written as 034 or 34.0 in a table is 34,
+    too. An answer with an empty normal form (`square`) must be the ground truth as written.
+
+    Args:
+        boxed_fallback: without such a line, read the last `\boxed{...}`; the public recipe did not
+            do this, and it raises early rewards.
     """
     tail = response[-_MINERVA_TAIL_CHARS:]
     answer = last_answer_line(tail)
@@ -28,7 +33,8 @@ def math_dapo(
         return {"score": -1.0, "correct": False, "pred": None}
     said = normalize(answer)
     correct = said in (normalize(ground_truth), _as_integer(ground_truth))
-    if not any(map(str.isalnum, said)):  # the normal form of "square" is empty, too, and of "a ," a comma
+    if not any(map(str.isalnum, said)):
+        # the normal form of "square" is empty, too, and of "a ," a comma
         correct = correct and as_written(answer) == as_written(ground_truth)
     return {"score": 1.0 if correct else -1.0, "correct": correct, "pred": said}
 
@@ -39,7 +45,8 @@ def _as_integer(ground_truth: str) -> str | None:
 
 
 def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> Verdict:
-    """Return 0: with several turns the environment gives the reward; a trajectory without one has earned none."""
+    """Return 0: with several turns the environment gives the reward; a trajectory without one has
+    earned none."""
     return {"score": 0.0, "correct": False}
 
 
@@ -53,10 +60,12 @@ def exact_match(
     strip: bool = True,
     ignore_case: bool = False,
 ) -> Verdict:
-    """Return 1 where the response is the ground truth, 0 elsewhere.
+    """Return 1 if the response is the ground truth, else 0.
 
-    marker: compare what follows the last marker instead of the whole response; a response without it is wrong.
-    strip: ignore white space around both. ignore_case: compare case-folded.
+    Args:
+        marker: compare only the text after the last marker; a response without it is wrong.
+        strip: ignore white space around both.
+        ignore_case: compare case-folded.
     """
     _, has_marker, answer = response.rpartition(marker) if marker else ("", True, response)
     truth = ground_truth
@@ -71,5 +80,5 @@ def exact_match(
 
 
 def none(data_source: str, response: str, ground_truth: str, extra_info: dict) -> Verdict:
-    """Return 0, not correct: `reward.model` scores alone."""
+    """Return 0, not correct: only `reward.model` scores."""
     return {"score": 0.0, "correct": False}

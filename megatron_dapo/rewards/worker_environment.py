@@ -1,4 +1,4 @@
-"""The environment variables of worker processes: those of the run without its secrets."""
+"""The environment variables of worker processes: the run's, without its secrets."""
 
 import os
 import re
@@ -19,9 +19,10 @@ _PASSWORD_IN_URL = re.compile(r"://[^/?#\s]*:[^/?#\s]*@")
 
 
 def worker_environment(environment: Mapping[str, str], pass_env: Sequence[str], key: str) -> dict[str, str]:
-    """Return the environment without secrets, but for those of `pass_env`; one thread; our import paths.
+    """Return the environment without secrets, except those in `pass_env`; one thread; our import
+    paths.
 
-    Raises UserError for a name of `pass_env`, the value of the config's `key`, that is not set.
+    Raises UserError for an unset name of `pass_env`, the value of the config's `key`.
     """
     missing = [name for name in pass_env if name not in environment]
     if missing:

@@ -1,6 +1,8 @@
-"""Worker processes that run code which may hang, crash or eat memory: started, asked, killed and replaced.
+"""Worker processes for code that may hang, crash or eat memory: started, called, killed and
+replaced.
 
-A worker belongs to one asker at a time. The event loop never blocks, and none of that code runs in it.
+A worker belongs to one caller at a time. The event loop never blocks, and none of that code runs in
+it.
 """
 
 import asyncio
@@ -30,8 +32,10 @@ class WorkerLost(RuntimeError):
 class Worker:
     """One worker process and its pipe.
 
-    module: run with `python -m`; it calls worker_process.serve. settings: the first message to it; greeting: its
-    answer. environment: all of its variables.
+    Args:
+        module: run with `python -m`; it calls worker_process.serve.
+        settings: the first message to it; `greeting` is its answer.
+        environment: all of its variables.
     """
 
     def __init__(self, module: str, settings: Message, environment: Mapping[str, str]) -> None:
@@ -45,16 +49,18 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it runs and is not in the middle of a request, as it is after a cancelled one."""
+        """Return whether it runs and is not in the middle of a request, as it is after a cancelled
+        one."""
         return self._process is not None and self._process.returncode is None and not self._is_asked
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process; None where it does not run."""
+        """Return the id of the process; None if it is not running."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start the process. Raises UserError where it refuses its settings, WorkerLost where it does not start."""
+        """Start the process. Raises UserError if it refuses its settings, WorkerLost if it does not
+        start."""
         self.num_served = 0
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", self.module),
@@ -77,7 +83,8 @@ class Worker:
     async def ask(self, message: Message, timeout_s: float) -> Message:
         """Return the reply.
 
-        Raises TimeoutError, or WorkerLost; after either, or when cancelled, the worker is not ready.
+        Raises TimeoutError, or WorkerLost; after either, or when cancelled, the worker is not
+        ready.
         """
         self.num_served += 1
         async with asyncio.timeout(timeout_s):
@@ -90,11 +97,12 @@ class Worker:
                 self._process.terminate()
 
     def distrust(self) -> None:
-        """Take it for not ready, whatever it answered last."""
+        """Mark it as not ready, regardless of its last answer."""
         self._is_asked = True
 
     async def stop(self) -> None:
-        """Kill it, wait until the process is gone, and close its pipes. No request may be in flight."""
+        """Kill it, wait until the process is gone, and close its pipes. No request may be in
+        flight."""
         self.kill()
         process = self._process
         self._process = None
@@ -107,7 +115,8 @@ class Worker:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await requests.wait_closed()
                 await replies.read()
-        with suppress(ProcessLookupError):  # the usual case; a guard that was stopped or starved ends here
+        with suppress(ProcessLookupError):
+            # the usual case; a guard that was stopped or starved ends here
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
 
@@ -158,8 +167,10 @@ def _pipes(process: asyncio.subprocess.Process | None) -> tuple[asyncio.StreamWr
 class WorkerPool:
     """`num_workers` workers of one module, with these settings and environment variables.
 
-    requests_per_worker: then it is replaced; None = never. closing: a message to a worker that comes back, which it
-    answers within closing_timeout_s before the next asker gets it; None = nothing.
+    Args:
+        requests_per_worker: replace a worker after so many; None: never.
+        closing: a message to a returned worker, to be answered within closing_timeout_s before the
+            next caller gets it; None: no message.
     """
 
     def __init__(
@@ -182,11 +193,12 @@ class WorkerPool:
 
     @property
     def greeting(self) -> Message:
-        """Return what the workers answered to their settings."""
+        """Return the workers' answer to their settings."""
         return self._workers[0].greeting
 
     async def start(self) -> None:
-        """Start all workers. Raises UserError where they refuse their settings, WorkerLost where one does not start."""
+        """Start all workers. Raises UserError if they refuse their settings, WorkerLost if one does
+        not start."""
         results = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -198,9 +210,10 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Lend a worker for a while; wait until one is free. One that is not ready afterwards is replaced.
+        """Lend a worker for a while; wait until one is free. One that is not ready afterwards is
+        replaced.
 
-        Raises WorkerLost where it does not start, RuntimeError outside start() ... close().
+        Raises WorkerLost if it does not start, RuntimeError outside start() ... close().
         """
         self._check_open()
         worker = await self._free.get()
@@ -239,7 +252,8 @@ class WorkerPool:
         return worker.is_ready and (self._requests_per_worker is None or worker.num_served < self._requests_per_worker)
 
     async def _renew(self, worker: Worker) -> None:
-        """Send the closing message, replace the worker where it is not usable, and let the next asker have it."""
+        """Send the closing message, replace an unusable worker, and release it for the next
+        caller."""
         try:
             if worker.is_ready and self._closing is not None:
                 with suppress(WorkerLost, TimeoutError):  # not ready then

@@ -1,7 +1,7 @@
-"""The inside of a worker process: JSON lines over stdin and stdout, under limits; one request at a time, or those of a
-coroutine side by side.
+"""The inside of a worker process: JSON lines over stdin and stdout, under limits; one request at a
+time, or many of a coroutine.
 
-It ends with its parent, whatever the code it runs is doing, and so does all that this code started: guarded.py.
+It ends with its parent, whatever the code it runs is doing, with all its descendants: guarded.py.
 """
 
 import asyncio
@@ -33,9 +33,11 @@ _loads = json.loads
 def serve(get_ready: GetReady) -> None:
     """Answer requests, in a child process of this one, until the parent closes the pipe.
 
-    get_ready: settings (the first line, with memory_limit_mb) -> (greeting, function that answers a request). A
-    TimeoutError of that function is answered by {"error": "timeout"}, any other by "exception: ...". Where it is a
-    coroutine, a request has an "id", which its answer has too, and {"cancel": id} ends one.
+    Args:
+        get_ready: settings (the first line, with memory_limit_mb) -> (greeting, function that
+            answers a request). The function's TimeoutError becomes {"error": "timeout"}, any other
+            error "exception: ...". For a coroutine, each request and its answer have an "id", and
+            {"cancel": id} ends one.
     """
     requests, replies = _take_pipes()
     run_guarded(lambda: _answer_requests(get_ready, requests, replies), requests.fileno())
@@ -86,17 +88,18 @@ def _reply(answer: Answer, message: Message) -> Message:
 
 
 def _error(error: BaseException) -> Message:
-    """Return the answer to a request whose function raised: whatever user code throws, SystemExit included, costs that
-    request alone."""
+    """Return the answer to a request whose function raised: any error of user code, even
+    SystemExit, costs only that request."""
     if isinstance(error, TimeoutError):
         return {"error": "timeout"}
     text = "".join(traceback.format_exception_only(error)).strip()
-    readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()  # files hold no half surrogate pairs
+    # files hold no half surrogate pairs
+    readable = text[:_ERROR_CHARS].encode(errors="backslashreplace").decode()
     return {"error": f"exception: {readable}", "traceback": _traceback(error)}
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback from the first frame that is not of ours."""
+    """Return the traceback from the first frame outside our own modules."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__") in _OUR_MODULES:
         frames = frames.tb_next
@@ -105,7 +108,8 @@ def _traceback(error: BaseException) -> str:
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:
-    """Return the protocol's pipes, out of the way of code that prints or reads: that gets /dev/null and stderr."""
+    """Return the protocol's pipes, out of the way of code that prints or reads: that gets /dev/null
+    and stderr."""
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)

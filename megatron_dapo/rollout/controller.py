@@ -34,7 +34,7 @@ from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rewards.shaping import OverlongShaping
 from megatron_dapo.rollout.answer_records import group_record
 from megatron_dapo.rollout.batch_files import write_batch
@@ -417,9 +417,9 @@ def make_scorers(config: Config) -> Scorers:
     reward = config.reward
     weighed = []
     if model := make_reward_model(config):
-        weighed.append(Weighed(model, reward.model.weight))
+        weighed.append(WeightedScorer(model, reward.model.weight))
     if reward.judge.url:
-        weighed.append(Weighed(Judge(reward.judge), reward.judge.weight))
+        weighed.append(WeightedScorer(Judge(reward.judge), reward.judge.weight))
     return Scorers(reward, weighed)
 
 

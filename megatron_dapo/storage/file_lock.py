@@ -8,21 +8,22 @@ from typing import TextIO
 
 
 class FileLock:
-    """Held by this process until `release` or its end, however it ends. Its children, which may live longer, do not
-    hold it. Where the storage knows no locks nothing is held."""
+    """Lock of this process, held until `release` or the end of the process; children do not inherit
+    it. On storage without locks, every attempt succeeds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
 
     def try_acquire(self) -> bool:
-        """Return whether this process holds the lock now. Raises OSError where the file cannot be made."""
+        """Return whether this process holds the lock now. Raises OSError if the file cannot be
+        made."""
         while True:
             file = self._open()
             is_held = _try_lock(file)
             if self._is_there(file):
                 break
-            self.release()  # who held it has removed it: a lock on it would keep nobody out
+            self.release()  # its holder has removed it: a lock on it would be useless
         if is_held:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
@@ -36,7 +37,7 @@ class FileLock:
         return file.read().strip() or "another process"
 
     def holder_here(self) -> int | None:
-        """Return the pid of the holder, after try_acquire, where that is a process of this machine that runs."""
+        """Return the holder's pid after try_acquire, if it is a running process of this machine."""
         match = re.fullmatch(r"process (\d+) on (.*)", self.holder())
         if match is None or match[2] != os.uname().nodename:
             return None
@@ -70,7 +71,7 @@ class FileLock:
 
 
 def _try_lock(file: TextIO) -> bool:
-    """Lock a file and return whether it worked; true where the storage knows no locks."""
+    """Lock a file and return whether that worked; true on storage without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -1,4 +1,4 @@
-"""What `model.path` and `ref.path` may name: a Hugging Face checkpoint, or one of this program."""
+"""The folder of `model.path` or `ref.path`: a Hugging Face checkpoint, or one of this program."""
 
 import re
 from dataclasses import dataclass
@@ -8,33 +8,34 @@ from typing import Any
 from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
 
-# parts of a checkpoint of this program: weights in torch_dist, of the policy and of its critic; config.json, tokenizer
-# and the like; with LoRA the adapters as a PEFT folder, which a run folder has under this name too
+# parts of a checkpoint of this program: weights of policy and critic in torch_dist; config.json and
+# tokenizer; with
+# LoRA the adapters as a PEFT folder, under the same name as in a run folder
 MEGATRON = "megatron"
 CRITIC = "critic"
 HF = "hf"
 ADAPTER = "adapter"
 
-_MODELS = "models"  # where the recipes look for models
+_MODELS = "models"  # the recipes' folder of models
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Where the parts of a model lie.
-
-    path: as the user named it. hf: the folder with config.json and tokenizer. megatron: the folder with the weights in
-    torch_dist, of a training checkpoint or of `hf_to_megatron`; none = they are the safetensors in `hf`.
-    """
+    """Paths of the parts of a model."""
 
     path: Path
+    """The user's path."""
     hf: Path
+    """The folder with config.json and tokenizer."""
     megatron: Path | None = None
+    """The weights in torch_dist, of a training checkpoint or of `hf_to_megatron`; None: safetensors
+    in `hf`."""
 
     @classmethod
     def of(cls, path: str | Path) -> "ModelFolder":
-        """Look at what is in a folder, and return where the parts lie. Raises nothing: a folder that is neither kind is
-        taken for Hugging Face's."""
+        """Return the paths of a model's parts. Any other folder is taken for a Hugging Face
+        checkpoint."""
         path = Path(path)
         if (path / MEGATRON).is_dir() and not (path / "config.json").is_file():
             return cls(path, path / HF, path / MEGATRON)
@@ -45,7 +46,8 @@ class ModelFolder:
         return self.hf / "config.json"
 
     def read_config(self) -> dict[str, Any]:
-        """Return the content of config.json. Raises UserError where it cannot be read, or is no JSON object."""
+        """Return the content of config.json. Raises UserError if it is unreadable or no JSON
+        object."""
         try:
             content = read_json(self.config_json)
         except OSError as error:
@@ -57,21 +59,21 @@ class ModelFolder:
         return content
 
     def _download(self) -> str | None:
-        """Return the command that downloads the model, where the path is of the form OWNER/NAME, as the Hub's names
-        are, and not inside a folder of this machine."""
+        """Return the command that downloads the model, if the path has the Hub's form OWNER/NAME
+        and no such folder exists here."""
         path = str(self.path)
         if not _HUB_NAME.fullmatch(path) or self.path.parent.exists() or self.path.parent.name == _MODELS:
             return None
         return f"hf download {path} --local-dir {_MODELS}/{self.path.name}"
 
     def fault(self) -> str | None:
-        """Return why no model can be read from the folder, as the end of a sentence; None where config.json is
-        there."""
+        """Return why the folder holds no model, as the end of a sentence, or None if it has a
+        config.json."""
         if not self.path.is_dir():
             download = f", after `{command}`" if (command := self._download()) else ""
             return f"is not a folder here; give the folder of a Hugging Face checkpoint{download}, or of one of ours."
         if self.config_json.is_file():
             return None
         if self.megatron:
-            return f"has {MEGATRON}/, but no {HF}/config.json; give a checkpoint folder that is complete."
+            return f"has {MEGATRON}/, but no {HF}/config.json; give a complete checkpoint folder."
         return f"has no config.json, and no {MEGATRON}/ with {HF}/; give the folder of a checkpoint itself."

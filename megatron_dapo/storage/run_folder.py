@@ -13,8 +13,9 @@ from megatron_dapo.storage.model_folder import ADAPTER
 
 @dataclass(frozen=True)
 class RunFolder:
-    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, validation/, batches/, checkpoints/, model/,
-    logs/}, and what processes tell each other and the report by."""
+    """runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, rollouts/, validation/, batches/,
+    checkpoints/, model/, logs/}, and the files with which the processes and the report communicate.
+    """
 
     path: Path
     log_dir: Path | None = None
@@ -24,7 +25,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "RunFolder":
-        """Return the folder of `trainer.run_dir`, or runs/EXPERIMENT_NAME where it is not given; with
+        """Return the folder `trainer.run_dir`, by default runs/EXPERIMENT_NAME, with
         `trainer.log_dir`."""
         return cls(
             Path(trainer.run_dir or Path("runs") / trainer.experiment_name),
@@ -33,7 +34,7 @@ class RunFolder:
 
     @classmethod
     def holding(cls, model: str | Path) -> "RunFolder | None":
-        """Return the run folder whose trained model, or one of whose checkpoints, this folder is; None for others."""
+        """Return the run folder of a trained model or checkpoint, or None."""
         path = Path(model).resolve()
         for run in (cls(path.parent), cls(path.parents[1])):
             if path in (run.model, run.checkpoints / path.name) and run.config.is_file():
@@ -46,7 +47,7 @@ class RunFolder:
 
     @property
     def machine(self) -> Path:
-        """Return the path of what the run computes on; see `telemetry.machine`."""
+        """Return the path of the run's hardware; see `telemetry.machine`."""
         return self.path / "machine.json"
 
     @property
@@ -59,7 +60,7 @@ class RunFolder:
 
     @property
     def wandb_id(self) -> Path:
-        """Return the path of the id under which Weights & Biases knows the run."""
+        """Return the path of the run's id at Weights & Biases."""
         return self.path / "wandb_id"
 
     @property
@@ -68,7 +69,7 @@ class RunFolder:
 
     @property
     def batches(self) -> Path:
-        """Return the folder of finished batches, which `trainer.dump_batches` asks for; see `batch_file`."""
+        """Return the folder of finished batches (`trainer.dump_batches`); see `batch_file`."""
         return self.path / "batches"
 
     @property
@@ -87,7 +88,7 @@ class RunFolder:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """Return the folders in which a run replaces, moves or deletes what is there."""
+        """Return the folders whose content a run replaces, moves or deletes."""
         parts = (self.tensorboard, self.rollouts, self.batches, self.validation(0).parent, self.checkpoints)
         return (*parts, self.model, self.adapter, self.ends, self.path / "logs")
 
@@ -102,28 +103,30 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """Return the path of the file that a user makes to have the run saved and stopped, at the latest when its step
-        ends."""
+        """Return the path of the file that a user makes to have the run saved and stopped, at the
+        latest when its step ends."""
         return self.path / "stop"
 
     @property
     def ends(self) -> Path:
-        """Return the folder of the records of how each process of the run ended; see `common.ends`."""
+        """Return the folder of the records of how each process of the run ended; see
+        `common.ends`."""
         return self.path / "ends"
 
     @property
     def server_key(self) -> Path:
-        """Return the path of the key that the run's own servers demand. The key is for its owner's eyes alone, and is
+        """Return the path of the key of the run's own servers. Only its owner may read it; it is
         kept as long as the run."""
         return self.path / ".server_key"
 
     @property
     def lock(self) -> Path:
-        """Return the path of the file whose lock the run that is going on holds."""
+        """Return the path of the lock of the active run."""
         return self.path / ".lock"
 
     def unresponsive(self, url: str) -> Path:
-        """Return the path of the note that tells a server's supervisor that the server did not answer."""
+        """Return the path of the note that tells a server's supervisor that the server did not
+        answer."""
         return self.path / "unresponsive_servers" / re.sub(r"[^\w.-]+", "_", url.partition("://")[2])
 
     def rollout(self, step: int) -> Path:
@@ -131,11 +134,12 @@ class RunFolder:
         return self.rollouts / f"step_{step:06d}.jsonl"
 
     def rollout_tokens(self, step: int) -> Path:
-        """Return the path of what is known of those responses' tokens; see `data.token_dump`."""
+        """Return the path of the responses' token data; see `data.token_dump`."""
         return self.rollouts / f"step_{step:06d}.npz"
 
     def validation(self, step: int) -> Path:
-        """Return the path of all answers to the held-out prompts by the weights after `step` rollout steps."""
+        """Return the path of all answers to the held-out prompts by the weights after `step`
+        rollout steps."""
         return self.path / "validation" / f"step_{step:06d}.jsonl"
 
     def checkpoint(self, step: int) -> Path:
@@ -146,7 +150,8 @@ class RunFolder:
         return self.logs / f"{process}.log"
 
     def create(self) -> "RunFolder":
-        """Make the folder and its subfolders; what is there stays. Raises UserError where they cannot be written."""
+        """Make the folder and its subfolders; existing ones stay. Raises UserError if they are not
+        writable."""
         for folder in (self.path, self.tensorboard, self.rollouts, self.checkpoints):
             make_folder(folder, "trainer.run_dir")
         make_folder(self.logs, "trainer.log_dir" if self.log_dir else "trainer.run_dir")
@@ -154,8 +159,8 @@ class RunFolder:
 
 
 def make_folder(folder: Path, key: str) -> Path:
-    """Make a folder where it is missing, and return it. Raises UserError, which names the key to change, where the
-    folder cannot be made or this user may not write to it."""
+    """Return the folder, made if it is missing. Raises UserError, naming the key to change, if that
+    fails or the folder is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -166,17 +171,17 @@ def make_folder(folder: Path, key: str) -> Path:
 
 
 def batch_file(batches: str | Path, step: int) -> Path:
-    """Return the path at which a folder of finished batches keeps the batch of one rollout step."""
+    """Return the path of a rollout step's batch in a folder of finished batches."""
     return Path(batches) / f"step_{step:06d}.json.gz"
 
 
 def rollout_steps(rollouts: str | Path) -> list[int]:
-    """Return the rollout steps of which a folder holds sample responses, ascending."""
+    """Return the rollout steps with sample responses in a folder, ascending."""
     names = (re.fullmatch(r"step_(\d{6,})\.jsonl", path.name) for path in Path(rollouts).glob("step_*.jsonl"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def batch_steps(batches: str | Path) -> list[int]:
-    """Return the rollout steps of which a folder holds a batch, ascending; [] where there is no such folder."""
+    """Return the rollout steps with a batch in a folder, ascending; [] without the folder."""
     names = (re.fullmatch(r"step_(\d{6,})\.json\.gz", path.name) for path in Path(batches).glob("step_*.json.gz"))
     return sorted(int(name[1]) for name in names if name)

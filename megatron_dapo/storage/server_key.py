@@ -1,4 +1,5 @@
-"""The key that a run's servers demand of everyone: in a file that its owner alone may read, and nowhere else."""
+"""The key that clients of a run's servers need, kept only in a file that its owner alone can
+read."""
 
 import os
 import re
@@ -24,15 +25,15 @@ class ServerKey(str):
 
 
 def server_key_file(config: Config) -> Path:
-    """Return the path of the key of the servers that this program starts: the file that the config names, or the run's
-    own."""
+    """Return the path of the key of the servers that this program starts: the file that the config
+    names, or the run's own."""
     named = config.actor_rollout_ref.rollout.server_api_key_file
     return Path(named or RunFolder.of(config.trainer).server_key).absolute()
 
 
 def make_server_key(config: Config) -> Path:
-    """Return `server_key_file`, and make it with a random key where the run has none yet. A key that is there stays,
-    whoever made it. Raises UserError where the file cannot be made, or is open to others."""
+    """Return `server_key_file`, made with a random key if the run has none; an existing key stays.
+    Raises UserError if the file cannot be made, or is open to others."""
     path = server_key_file(config)
     if not config.actor_rollout_ref.rollout.server_api_key_file and not path.exists():
         make_folder(path.parent, "trainer.run_dir")
@@ -42,15 +43,22 @@ def make_server_key(config: Config) -> Path:
 
 
 def given_server_key(config: Config) -> ServerKey | None:
-    """Return the key that goes with requests to the servers that the config names. Returns None without a file, because
-    the servers may be anybody's."""
+    """Return the key that goes with requests to the servers that the config names. Returns None
+    without a file, because the servers may be anybody's."""
     path = config.actor_rollout_ref.rollout.server_api_key_file
     return read_server_key(path) if path else None
 
 
 def read_server_key(path: str | Path, name: str = KEY) -> ServerKey:
-    """Return the key that a file holds. Raises UserError where there is no such file, where others than its owner may
-    read or write it, or where it holds no key. name: of the key of the config that names the file."""
+    """Return the key in a file.
+
+    Args:
+        path: the file.
+        name: the config key that names it.
+
+    Raises:
+        UserError: if it is missing, accessible to others, or holds no key.
+    """
     try:
         with open(path, encoding="ascii") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -59,8 +67,8 @@ def read_server_key(path: str | Path, name: str = KEY) -> ServerKey:
         raise UserError(f"{name} is {path}, which cannot be read ({error}); give the file of a key.") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(
-            f"{name} is {path}, which others than its owner may read or write (mode {stat.S_IMODE(mode):o}); chmod 600 "
-            f"it, on a file system that keeps modes, and take a new key where others may have read it."
+            f"{name} is {path}, readable or writable for others (mode {stat.S_IMODE(mode):o}); chmod 600 "
+            f"it, on a file system that keeps modes, and make a new key if others may have read it."
         )
     if not re.fullmatch(r"[!-~]+", key):
         raise UserError(f"{name} is {path}, which does not hold a key: one word of printable ASCII; correct it.")
@@ -68,12 +76,12 @@ def read_server_key(path: str | Path, name: str = KEY) -> ServerKey:
 
 
 def key_header(key: str | None) -> dict[str, str]:
-    """Return the header with which a request brings a key, and no header where there is no key."""
+    """Return the header that carries a key; {} without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _make(path: Path) -> None:
-    """Make the key file whole at once, as a link to a file that is complete, so that the first of several processes
+    """Make the key file atomically, as a link to a complete file: the first of several processes
     wins."""
     temporary = None
     try:

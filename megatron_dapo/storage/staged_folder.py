@@ -11,10 +11,13 @@ from megatron_dapo.storage.file_lock import FileLock
 
 
 class StagedFolder:
-    """Fill `staging`, a hidden folder beside `path`; then `publish` gives it its name; `discard` in any case.
+    """Fill `staging`, a hidden folder beside `path`; then `publish` gives it its name; `discard` in
+    any case.
 
-    One process at a time makes a folder of a name. What a killed one left in the staging folder is removed by the next.
-    replace: a folder that is there already gives way at the moment of publishing; otherwise it is an error.
+    One process at a time makes a folder; it removes the staging folder of a killed predecessor.
+
+    Args:
+        replace: whether publishing replaces an existing folder; otherwise that is an error.
     """
 
     def __init__(self, path: str | Path, *, replace: bool = False) -> None:
@@ -26,8 +29,8 @@ class StagedFolder:
         self._made: list[Path] = []  # the folders above it that were not there, the innermost first
 
     def open(self) -> None:
-        """Make the staging folder, empty. Raises UserError where it cannot be made, the target is there, or another
-        process is writing it."""
+        """Make the staging folder, empty. Raises UserError if that fails, the target exists, or
+        another process is writing it."""
         self._check_target()
         try:
             self._made = [folder for folder in self.path.parents if not folder.exists()]
@@ -45,12 +48,12 @@ class StagedFolder:
         if not self._is_mine:
             raise UserError(
                 f"`{self.path}` is being written by {self._lock.holder()}; wait for its end, give another folder, or, "
-                f"where it is lost with its node, remove {self._lock.path}."
+                f"if its node is lost, remove {self._lock.path}."
             )
 
     def publish(self) -> None:
-        """Flush all files to the disk, and give the folder its name. Raises OSError, or UserError where another folder
-        has the name by now."""
+        """Flush all files to the disk, and give the folder its name. Raises OSError, or UserError
+        if that name was taken meanwhile."""
         for path in (*self.staging.rglob("*"), self.staging):
             flush_to_disk(path)
         self._check_target()
@@ -59,10 +62,10 @@ class StagedFolder:
         remove_folder(old)
 
     def discard(self) -> None:
-        """Remove what was not published; nothing of another process that writes the same folder."""
+        """Remove an unpublished folder; leave alone the folder of another process."""
         if self._is_mine:
             shutil.rmtree(self.staging, ignore_errors=True)
-        with suppress(OSError):  # what could not be made cannot be removed either
+        with suppress(OSError):  # files that could not be made cannot be removed either
             self._lock.release(remove=self._is_mine)
         self._is_mine = False
         for folder in self._made:

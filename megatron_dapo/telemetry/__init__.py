@@ -1,1 +1,1 @@
-"""Metrics and where they go: console, metrics.jsonl, TensorBoard, W&B; timers; the closing table."""
+"""Metrics and their sinks: console, metrics.jsonl, TensorBoard, W&B; timers; the closing table."""

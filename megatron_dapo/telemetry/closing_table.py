@@ -1,4 +1,4 @@
-"""What came of a run: reads metrics.jsonl and makes the closing table."""
+"""Summarizes a run: reads metrics.jsonl and makes the closing table."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -33,10 +33,11 @@ ROWS = (
 
 
 def read_metrics(path: Path, max_bytes: int = MAX_BYTES) -> list[dict]:
-    """Return the records of metrics.jsonl, in order. Where a step comes again (a resumed or repeated run), the later
-    one counts and what followed the earlier one does not.
+    """Return the records of metrics.jsonl, in order; other lines are left out. Raises like
+    `records_of`.
 
-    Raise as `records_of`. Lines that are no records are left out.
+    If a step is repeated (in a resumed or repeated run), the later record counts, and those after
+    the earlier one do not.
     """
     records: list[dict] = []
     for record in filter(None, (record for _, record in records_of(path, max_bytes))):
@@ -51,7 +52,8 @@ def is_validation(record: dict) -> bool:
 
 
 def has_validation(path: Path, step: int) -> bool:
-    """Return whether the file has a record of the held-out evaluation with the weights after this step."""
+    """Return whether the file has a record of the held-out evaluation with the weights after this
+    step."""
     if not path.exists():
         return False
     return any(record["step"] == step and is_validation(record) for _, record in records_of(path) if record)
@@ -64,20 +66,19 @@ def _place(record: dict) -> tuple[int, bool]:
 
 @dataclass(frozen=True)
 class ServerLosses:
-    """What servers that were away cost.
-
-    tokens_per_s: generated ones, of whole steps, the wait for the servers' start left out; None where there is no such
-    step. num_steps_away: steps in which servers lacked the weights for more than 1 % of the time.
-    """
+    """The cost of absent servers."""
 
     num_rejoins: int
     num_steps_away: int
+    """Steps in which servers lacked the current weights for more than 1 % of the time."""
     tokens_per_s: float | None
+    """Generated tokens of full steps, without the wait for the servers' start; None without such a
+    step."""
     tokens_per_s_away: float | None
 
     @classmethod
     def of(cls, steps: list[dict]) -> "ServerLosses | None":
-        """Return what was lost in these steps, or None where no server was away."""
+        """Return the losses of these steps, or None if no server was away."""
         steps = [step for step in steps if {"rollout/num_servers_current", "rollout/num_servers"} <= step.keys()]
         away = [step for step in steps if step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"]]
         num_rejoins = int(sum(step.get("weight_sync/num_rejoins", 0) for step in steps))
@@ -89,7 +90,8 @@ class ServerLosses:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's figures. Means are over the first and the last min(10, half) steps; None where nothing was reported."""
+    """A run's figures. Means are over the first and the last min(10, half) steps; None for metrics
+    never reported."""
 
     num_steps: int
     window: int
@@ -119,7 +121,7 @@ class Summary:
 
 
 def closing_table(summary: Summary) -> str:
-    """Return a table of the figures before and after, and of where the time went. It is aligned and has no newline at
+    """Return an aligned table of the figures before and after, and of the time spent. No newline at
     the end."""
     rows = [
         (title, summary.first[name], summary.last[name], text)

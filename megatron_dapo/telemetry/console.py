@@ -1,4 +1,4 @@
-"""The run as lines a person can read: aligned columns, a header now and then, the time that is left."""
+"""The run as readable lines: aligned columns, a header now and then, the remaining time."""
 
 import math
 from collections import deque
@@ -8,13 +8,13 @@ from statistics import fmean
 
 STEPS_PER_HEADER = 20
 STEPS_FOR_ETA = 10
-MAX_TRUNCATED_CORRECT = 0.2  # few responses that are cut have reached their answer
-MAX_CUT = 0.5  # what a run learns from is mostly the length, above it
+MAX_TRUNCATED_CORRECT = 0.2  # few cut responses have reached their answer
+MAX_CUT = 0.5  # above it a run learns mostly the length
 
 
 @dataclass(frozen=True)
 class Column:
-    """A title, its width, the metrics it shows and how. A missing metric is a dash."""
+    """A column of the console. A missing metric is a dash."""
 
     title: str
     width: int
@@ -77,7 +77,8 @@ SFT_COLUMNS = (
 
 
 class StepTable:
-    """Turns each step's metrics into a line, with the header before the first and every STEPS_PER_HEADER lines."""
+    """Turns each step's metrics into a line, with the header before the first and every
+    STEPS_PER_HEADER lines."""
 
     def __init__(self, total_steps: int, columns: Sequence[Column] = COLUMNS) -> None:
         self._columns = columns
@@ -106,11 +107,13 @@ class StepTable:
 
 @dataclass(frozen=True)
 class RunFigure:
-    """One figure of the whole run: how it reads, its metric, and what becomes of the steps' values."""
+    """One figure of the whole run."""
 
     text: str
+    """Its format."""
     metric: str
     over_steps: Callable[[list[float]], float]
+    """Aggregates the steps' values."""
 
 
 RUN_FIGURES = (
@@ -141,14 +144,15 @@ class RunLine:
                 self._values.setdefault(figure.metric, []).append(metrics[figure.metric])
 
     def line(self) -> str | None:
-        """Return the figures that steps reported, or None where there are none."""
+        """Return the reported figures, or None."""
         figures = [figure for figure in RUN_FIGURES if figure.metric in self._values]
         texts = [figure.text.format(figure.over_steps(self._values[figure.metric])) for figure in figures]
         return "all steps: " + "   ".join(texts) if texts else None
 
 
 def validation_line(step: int, metrics: dict[str, float]) -> str:
-    """Return a line such as "held out, after step 40: accuracy 0.985   length 20.7   200 prompts   3.1 s"."""
+    """Return a line such as "held out, after step 40: accuracy 0.985   length 20.7   200 prompts
+    3.1 s"."""
     parts = (
         ("loss {:.4f}", "val/loss"),
         ("accuracy {:.3f}", "val/accuracy"),
@@ -162,8 +166,8 @@ def validation_line(step: int, metrics: dict[str, float]) -> str:
 
 
 def paid_without_answer(share: float | None) -> str | None:
-    """Return a sentence where too large a share of the truncated responses is judged right (reward/truncated_correct),
-    else None."""
+    """Return a warning if too large a share of the truncated responses is judged right
+    (reward/truncated_correct), else None."""
     if share is None or share <= MAX_TRUNCATED_CORRECT:
         return None
     return (
@@ -173,7 +177,8 @@ def paid_without_answer(share: float | None) -> str | None:
 
 
 def mostly_cut(share: float) -> str | None:
-    """Return a sentence where most of the sampled responses, or of the held-out answers, are cut; else None."""
+    """Return a warning if most of the sampled responses, or of the held-out answers, are cut; else
+    None."""
     if share <= MAX_CUT:
         return None
     return (
@@ -187,12 +192,12 @@ WARNINGS: tuple[tuple[str, Callable[[float], str | None]], ...] = (
     ("val/truncation_ratio", mostly_cut),
     ("reward/truncated_correct", paid_without_answer),
 )
-"""Metric -> what is said of it, once, until it is cured."""
+"""Metric -> its warning, shown once until it is cured."""
 
 
 def progress(total: int, what: str = "steps", has_left: bool = True):
-    """Start a rich progress bar with the elapsed time, and return it. The caller stops it. has_left: with the time that
-    is left, too, where no line above the bar tells it."""
+    """Return a started rich progress bar with the elapsed time; the caller stops it. has_left: also
+    show the remaining time, for uses without a line above the bar."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -217,7 +222,8 @@ def progress(total: int, what: str = "steps", has_left: bool = True):
 
 
 def duration(seconds: float) -> str:
-    """Return the time in two units at most: 42s, 3m07s, 2h05m. A time that is not finite is a dash."""
+    """Return the time in at most two units: 42s, 3m07s, 2h05m. A time that is not finite is a
+    dash."""
     if not math.isfinite(seconds):
         return "-"
     whole = round(seconds)

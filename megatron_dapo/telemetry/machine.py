@@ -1,4 +1,4 @@
-"""What a run computes on, for its report: machine.json in the run folder."""
+"""The hardware and packages of a run, for its report: machine.json in the run folder."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ _PACKAGES = ("megatron_dapo", "torch", "megatron-core", "sglang", "triton", "tra
 
 
 def write_machine(path: Path, num_ranks: int) -> None:
-    """Write what rank 0's machine is, with the number of the trainer's ranks and the versions of packages."""
+    """Write rank 0's hardware, the number of the trainer's ranks and the versions of packages."""
     write_whole(path, json.dumps(_machine(num_ranks), indent=1) + "\n")
 
 

@@ -1,4 +1,5 @@
-"""metrics.jsonl: one record per line, read although parts of it are damaged, and written although the disk is full."""
+"""metrics.jsonl: one record per line, read although parts of it are damaged, and written although
+the disk is full."""
 
 import io
 import logging
@@ -18,9 +19,15 @@ MAX_STEP = 10**9
 
 
 def records_of(path: Path, max_bytes: int = MAX_BYTES) -> Iterator[tuple[bytes, dict | None]]:
-    """Yield each whole line and its record. The record is None where the line is no record: a disk that was full, or
-    that lost its power, leaves such lines. What follows the last newline was not written to its end and is left out.
-    Raise FileNotFoundError where there is no file, OSError where it is larger than max_bytes or cannot be read."""
+    """Yield each whole line and its record.
+
+    The record is None for a broken line, as a full disk or a loss of power leaves it. An unfinished
+    last line is left out.
+
+    Raises:
+        FileNotFoundError: without the file.
+        OSError: if it is larger than max_bytes or unreadable.
+    """
     for line in io.BytesIO(read_bytes(path, max_bytes)):
         if not line.endswith(b"\n"):
             return
@@ -37,11 +44,12 @@ def is_step(value: Any) -> bool:
 
 
 class MetricsFile:
-    """Appends lines, each whole or not at all. One that cannot be written is kept, and written before the next one."""
+    """Appends lines, each whole or not at all. A line that cannot be written is kept for the next
+    attempt."""
 
     def __init__(self, path: Path, last_step: int | None = None) -> None:
-        """Make the file, or clean the one that is there: records of steps after last_step are removed (None: all stay).
-        Lines that are no records are removed either way. Raise UserError where the file cannot be made."""
+        """Make the file, or remove broken lines and the records of steps after last_step from an
+        old one (None: keep all records). Raises UserError if the file cannot be made."""
         self._path = path
         self._unwritten = b""
         try:
@@ -55,7 +63,7 @@ class MetricsFile:
             ) from error
 
     def append(self, line: str) -> None:
-        """Write the line at the end of the file. Raise OSError where it cannot be written now."""
+        """Write the line at the end of the file. Raises OSError if that is not possible now."""
         self._unwritten += line.encode("utf-8") + b"\n"
         with self._path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
@@ -72,7 +80,7 @@ class MetricsFile:
 def _clean(path: Path, last_step: int | None) -> None:
     records = list(records_of(path))
     if num_damaged := sum(record is None for _, record in records):
-        log.warning("%s: %d lines that are no records are removed", path, num_damaged)
+        log.warning("%s: %d damaged lines are removed", path, num_damaged)
     kept = [line for line, record in records if record and (last_step is None or record["step"] <= last_step)]
     content = b"".join(kept)
     if len(content) < path.stat().st_size:

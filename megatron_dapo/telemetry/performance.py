@@ -1,4 +1,5 @@
-"""How well a step used its ranks: memory, MFU, tokens per second, waiting. What is not known is left out.
+"""How well a step used its ranks: memory, MFU, tokens per second, waiting. Unknown values are left
+out.
 
 A rank has one GPU, or is a process on a CPU.
 """
@@ -14,11 +15,12 @@ from megatron_dapo.data.samples import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 WAITING = ("start", "rollout")
-"""Phases in which the trainer has nothing to do but wait for servers and samples."""
+"""Phases in which the trainer only waits for servers and samples."""
 
 
 class RankPeak(NamedTuple):
-    """The most bytes of GPU memory that one trainer rank used, and the pipeline stage that it computes."""
+    """The most bytes of GPU memory that one trainer rank used, and the pipeline stage that it
+    computes."""
 
     stage: int
     allocated: int
@@ -26,17 +28,17 @@ class RankPeak(NamedTuple):
 
 
 class PhaseWork(NamedTuple):
-    """What one phase computed: so many passes over the step's samples, each of the operations that `flops` counts
-    (`forward_flops` or `training_flops`)."""
+    """The computation of one phase: num_passes over the step's samples."""
 
     flops: Callable[[ModelSpec, Sequence[int], int, LoraSettings | None], int]
+    """Operations of one pass: `forward_flops` or `training_flops`."""
     num_passes: int
     seconds: float
 
 
 def memory_metrics(peaks: Sequence[RankPeak]) -> dict[str, float]:
-    """Return the highest allocated and the highest reserved peak in GiB, of all ranks and, where there are several
-    pipeline stages, of the ranks of each."""
+    """Return the highest allocated and the highest reserved peak in GiB, of all ranks and of each
+    pipeline stage if there are several."""
     metrics = {
         "perf/max_memory_allocated_gb": max(peak.allocated for peak in peaks) / GIB,
         "perf/max_memory_reserved_gb": max(peak.reserved for peak in peaks) / GIB,
@@ -58,10 +60,13 @@ def mfu_metrics(
     num_gpus: int,
     peak: float,
 ) -> dict[str, float]:
-    """Return each phase's model FLOPs / (seconds x GPUs x peak), by the metric's name; a phase without work has none.
+    """Return each phase's model FLOPs / (seconds x GPUs x peak), by metric; a phase without work
+    has none.
 
-    The FLOPs are those of the samples as they are. lora: of the adapters, where these alone are trained. peak: FLOP/s
-    of one GPU in the model's dtype.
+    Args:
+        groups: the FLOPs are those of their samples, without padding.
+        lora: for adapters only.
+        peak: FLOP/s of one GPU in the model's dtype.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths = [sample.num_tokens for sample in samples]
@@ -74,8 +79,8 @@ def mfu_metrics(
 
 
 def update_metrics(groups: Sequence[Group], num_epochs: int, seconds: float, num_ranks: int) -> dict[str, float]:
-    """Return the speed of the update alone, which goes num_epochs times over the samples, in `seconds` seconds. Steps
-    without an update have none."""
+    """Return the speed of the update, num_epochs passes over the samples in `seconds`; {} for a
+    step without an update."""
     if not seconds or not num_epochs:
         return {}
     return {"perf/update_tokens_per_s_per_gpu": num_epochs * _num_tokens(groups) / seconds / num_ranks}
@@ -84,8 +89,12 @@ def update_metrics(groups: Sequence[Group], num_epochs: int, seconds: float, num
 def step_metrics(
     groups: Sequence[Group], step_s: float, waiting_s: float, num_trainer_ranks: int, num_server_ranks: int
 ) -> dict[str, float]:
-    """Return the whole step's metrics. step_s: seconds since the last record; waiting_s: of these, what the trainer
-    waited for servers and samples."""
+    """Return the whole step's metrics.
+
+    Args:
+        step_s: seconds since the last record.
+        waiting_s: the trainer's part of these in waiting for servers and samples.
+    """
     num_tokens = _num_tokens(groups)
     return {
         "perf/total_num_tokens": num_tokens,
@@ -97,10 +106,12 @@ def step_metrics(
 def fine_tuning_metrics(
     lengths: Sequence[int], num_counted: int, *, update_s: float, step_s: float, num_ranks: int
 ) -> dict[str, float]:
-    """Return the speed of a step that learned from conversations, and what it learned from.
+    """Return the speed and the data of a fine-tuning step.
 
-    lengths: tokens of each conversation. num_counted: of these, how many have a loss. update_s: seconds of the
-    optimizer step alone.
+    Args:
+        lengths: tokens of each conversation.
+        num_counted: tokens with a loss.
+        update_s: seconds of the optimizer step only.
     """
     num_tokens = sum(lengths)
     return {
@@ -119,8 +130,8 @@ def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[
 
 
 def server_ranks(config: Config, metrics: Mapping[str, float]) -> int:
-    """Return the number of the servers' ranks: servers, as the rollout counted them, times ranks per server, as the
-    config says; 0 in a run without servers."""
+    """Return the number of the servers' ranks: servers, as the rollout counted them, times ranks
+    per server, as the config says; 0 in a run without servers."""
     if not uses_servers(config):
         return 0
     per_server = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size

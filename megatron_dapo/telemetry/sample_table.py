@@ -1,4 +1,5 @@
-"""A few of a step's responses, for loggers that show tables: by the names that rollouts/step_NNNNNN.jsonl has."""
+"""A few of a step's responses, for loggers that show tables: by the names that
+rollouts/step_NNNNNN.jsonl has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class SampleTable:
     rows: tuple[tuple, ...]
 
     def markdown(self) -> str:
-        """Return the table as text for TensorBoard. What a model wrote is indented code, which nothing in it can
-        end."""
+        """Return the table as text for TensorBoard. Model output is indented code, which no content
+        can end."""
         parts = []
         for row in self.rows:
             one = dict(zip(COLUMNS, row, strict=True))
@@ -33,8 +34,8 @@ class SampleTable:
 
 
 def sample_table(config: Config, step: int, groups: Sequence[Group] | None) -> SampleTable | None:
-    """Return the table of a step, none where it has none: there are at most about 50 in a run, the first and the last
-    step's among them, of groups that `rollout.dump_samples` lets people see."""
+    """Return the table of a step, or None: a run has about 50 at most, with the first and the last
+    step's. Groups are limited by `rollout.dump_samples`."""
     last = config.trainer.total_training_steps
     every = -(-last // NUM_TABLES)
     shown = (groups or ())[: config.actor_rollout_ref.rollout.dump_samples]

@@ -1,4 +1,4 @@
-"""Where metrics go, by the names of `trainer.logger`."""
+"""The sinks of metrics, by the names of `trainer.logger`."""
 
 import json
 import math
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Record:
-    """What one step, or one held-out evaluation after it, reported. samples: some of the step's responses, or none."""
+    """The report of a step, or of a held-out evaluation after it."""
 
     step: int
     metrics: dict[str, float]
     is_validation: bool
     samples: SampleTable | None = None
+    """Some of the step's responses, or None."""
 
 
 class Sink(Protocol):
-    """Raises OSError where it cannot write now."""
+    """A destination of records. Its methods raise OSError if it cannot write now."""
 
     def write(self, record: Record) -> None: ...
 
@@ -51,13 +52,14 @@ class Sink(Protocol):
 
 
 class Console:
-    """One line per step on stdout, one about all of them at the end and, on a terminal, a progress bar below them."""
+    """One line per step on stdout, one about all of them at the end and, on a terminal, a progress
+    bar below them."""
 
     def __init__(self, total_steps: int, columns: Sequence[Column] = STEP_COLUMNS) -> None:
         self._table = StepTable(total_steps, columns)
         self._run_line = RunLine()
-        self._told: set[str] = set()  # metrics of which `_warn` has said something
-        # none: closed by whoever started us
+        self._told: set[str] = set()  # metrics with a current warning
+        # None: closed by the parent process
         has_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._progress = progress(total_steps, has_left=False) if has_terminal else None
 
@@ -73,7 +75,7 @@ class Console:
             self._progress.update(self._progress.task_ids[0], completed=record.step)
 
     def _warn(self, record: Record) -> None:
-        """Say what is wrong with the responses: once, until it is cured."""
+        """Warn of faulty responses: once, until it is cured."""
         for metric, words_of in WARNINGS:
             if metric not in record.metrics:
                 continue
@@ -104,7 +106,8 @@ class Console:
 
 
 class JsonLines:
-    """metrics.jsonl: per line an object with step, time (seconds since 1970) and the metrics; NaN and inf are null."""
+    """metrics.jsonl: per line an object with step, time (seconds since 1970) and the metrics; NaN
+    and inf are null."""
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         self._file = MetricsFile(run_folder.metrics, resumed_after)
@@ -121,8 +124,8 @@ class JsonLines:
 class TensorBoard:
     """Scalars and some responses by rollout step.
 
-    A thread of the package writes them, and ends at the first error, which the next call then raises. Later records go
-    to a new writer, in a file of its own.
+    A thread of the package writes them, and ends at the first error, which the next call raises.
+    Later records go to a new writer, in a new file.
     """
 
     def __init__(self, run_folder: RunFolder, resumed_after: int | None = None) -> None:
@@ -139,7 +142,7 @@ class TensorBoard:
             raise
 
     def _opened(self, purge_step: int | None = None) -> "SummaryWriter":
-        """Return a new writer. Where there is no room for the head of its file, that file is removed."""
+        """Return a new writer; remove its file if there is no room for the head."""
         from torch.utils.tensorboard import SummaryWriter  # half a second of imports
 
         before = {*self._folder.glob("*")}
@@ -156,10 +159,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The same scalars and responses, with the config. A resumed run goes on as the same run there, whose id is in the
-    run folder.
+    """The same scalars and responses, with the config. A resumed run continues the same run there,
+    by the id in the run folder.
 
-    Each point names its step: the service's own counter never goes back, a resumed run's step does.
+    Each point names its step: the service's counter never goes back, but the step of a resumed run
+    does.
     """
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
@@ -203,8 +207,8 @@ def _add(writer: "SummaryWriter", record: Record) -> None:
 
 
 def _scalars(record: Record) -> dict[str, float]:
-    """Return the record's metrics, with the seconds of an evaluation under names of their own, because an evaluation
-    has a record beside its step's."""
+    """Return the record's metrics. Seconds of an evaluation get separate names, since its step has
+    a record too."""
     if not record.is_validation:
         return record.metrics
     return {name.replace("time/", "time_validation/", 1): value for name, value in record.metrics.items()}

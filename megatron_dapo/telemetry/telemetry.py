@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 class Telemetry:
     """Use on rank 0; every other rank takes `NullTelemetry`.
 
-    Order within a step: its phases, `log(step)`. `log_validation(step)` comes, where it is due, within the next step.
-    `log` takes the seconds of the phases since the last record; after the last step, `log_validation` does.
+    Order within a step: its phases, `log(step)`; a due `log_validation(step)` comes within the next
+    step. `log` takes the phases' seconds since the last record; after the last step
+    `log_validation` does.
     """
 
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
@@ -46,15 +47,21 @@ class Telemetry:
         return self._timers.step_seconds()
 
     def log(self, step: int, metrics: dict[str, float], groups: Sequence[Group] | None = None) -> None:
-        """Report one rollout step. metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN.
-        groups: those of the step, of which some loggers show a few."""
+        """Report one rollout step.
+
+        Args:
+            metrics: flat, see docs/metrics.md; a name may be missing, a value may be NaN.
+            groups: the step's groups; some loggers show a few.
+        """
         samples = sample_table(self._config, step, groups)
         self._write(Record(step, {**metrics, **self._timers.take()}, is_validation=False, samples=samples))
 
     def log_validation(self, step: int, metrics: dict[str, float], in_step: bool = False) -> None:
-        """Report a held-out evaluation with the weights after `step` rollout steps (0 = before the first).
+        """Report a held-out evaluation with the weights after `step` rollout steps (0: before the
+        first).
 
-        in_step: a step is under way, whose record gets the seconds of the phases.
+        Args:
+            in_step: whether a step is under way; its record then gets the phases' seconds.
         """
         seconds = {} if in_step else self._timers.take()
         self._write(Record(step, {**metrics, **seconds}, is_validation=True))
@@ -68,8 +75,8 @@ class Telemetry:
             self._try(name, partial(sink.write, record), f"at step {record.step}")
 
     def _try(self, name: str, work: Callable[[], None], when: str) -> None:
-        """Do the work, but end no run for a metric: what cannot be written, as on a full disk, is reported once, until
-        it can be written again."""
+        """Do the work, but end no run for a metric: a failure, as on a full disk, is reported once
+        until writing works again."""
         try:
             work()
         except OSError as error:
@@ -81,7 +88,7 @@ class Telemetry:
 
 
 class NullTelemetry:
-    """The telemetry of the other ranks: phases are told to the watchdog, the rest is rank 0's."""
+    """The telemetry of the other ranks: passes phases to the watchdog, and records nothing."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return watchdog.phase(name)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 
 class PhaseTimers:
-    """Collects seconds per phase until they are taken. A phase inside a phase counts for the inner one alone."""
+    """Collects seconds per phase until they are taken. Time in a nested phase counts only for the
+    inner one."""
 
     def __init__(self, clock=time.perf_counter) -> None:
         self._clock = clock
@@ -29,15 +30,16 @@ class PhaseTimers:
                 self._inner[-1] += elapsed
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of a phase so far, or 0 where there was none."""
+        """Return the seconds of a phase so far."""
         return self._seconds.get(name, 0.0)
 
     def step_seconds(self) -> float:
-        """Return the seconds since the first phase began, or 0 where there was none."""
+        """Return the seconds since the first phase began, or 0 before it."""
         return 0.0 if self._start is None else self._clock() - self._start
 
     def take(self) -> dict[str, float]:
-        """Return {"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and start anew."""
+        """Return {"time/PHASE": seconds ..., "time/step": seconds since the first phase began}, and
+        start anew."""
         step = {} if self._start is None else {"time/step": self.step_seconds()}
         taken = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | step
         self._seconds, self._start = {}, None

@@ -1,6 +1,8 @@
-"""Advantages that need what the models say of the tokens: the KL penalty inside the reward, and estimates per token.
+"""Advantages that need the models' scores: the KL penalty inside the reward, and estimates per
+token.
 
-Estimates over a group without a KL penalty are finished when the groups are assembled (data/batching.py).
+Estimates over a group without a KL penalty are finished when the groups are assembled
+(data/batching.py).
 """
 
 from collections.abc import Iterator
@@ -25,11 +27,11 @@ from megatron_dapo.training.distribute import StepShard
 def estimate_advantages(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """Return the shard with the advantages (and returns) that its loss needs, and metrics; move the controller of the
-    KL coefficient. Collective over all ranks.
+    """Return the shard with the advantages (and returns) for its loss, and metrics; update the
+    controller of the KL coefficient. Collective over all ranks.
 
-    Needs old and reference log-probs with a KL penalty in the reward, and the critic's values for gae, on the last
-    stage, where the loss is. Neither the advantages nor the metrics depend on how the step was cut.
+    A KL penalty in the reward needs old and reference log-probs; gae needs the critic's values.
+    They are on the last stage, like the loss. The results do not depend on the cut of the step.
     """
     if config.algorithm.adv_estimator in TOKEN_ESTIMATORS:
         return _per_token(shard, controller, config, layout)
@@ -41,12 +43,13 @@ def estimate_advantages(
 def _per_token(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """Estimate from r_t = -beta * KL_t, plus the shaped reward at the response's last counted token; then the
-    estimator, whitened over all counted tokens of the rollout step."""
+    """Estimate from r_t = -beta * KL_t, plus the shaped reward at the response's last counted
+    token; then the estimator, whitened over all counted tokens of the rollout step."""
     penalised = uses_kl_in_reward(config)
     coefficient = controller.value if penalised else 0.0
     estimates: list[tuple[Tensor, Tensor]] = []
-    sums = torch.zeros(6, dtype=torch.float64, device=device())  # three moments; means of KL, their number; samples
+    # three moments; means of KL, their number; samples
+    sums = torch.zeros(6, dtype=torch.float64, device=device())
     if layout.is_last_stage:
         for batch in _batches(shard):
             kl = _kl(batch, config.algorithm.kl_penalty) if penalised else torch.zeros_like(batch.loss_mask).double()
@@ -66,8 +69,8 @@ def _per_token(
 
 
 def _sum_of_means(kl: Tensor, counted: Tensor, batch: MicroBatch) -> Tensor:
-    """Return [2]: the sum over the samples of the mean KL of their counted tokens, and how many samples have such
-    tokens."""
+    """Return [2]: the sum over the samples of the mean KL of their counted tokens, and how many
+    samples have such tokens."""
     segments = batch.segment_ids.reshape(-1)
     per_segment = kl.new_zeros(2, batch.num_segments)
     per_segment.index_add_(1, segments, torch.stack([kl.reshape(-1), counted.reshape(-1).to(kl.dtype)]))
@@ -78,7 +81,8 @@ def _sum_of_means(kl: Tensor, counted: Tensor, batch: MicroBatch) -> Tensor:
 def _estimate(
     batch: MicroBatch, kl: Tensor, coefficient: float, shard: StepShard, config: Config
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages before whitening, and returns: float64, of the shape of the batch's tokens."""
+    """Return advantages before whitening, and returns: float64, of the shape of the batch's
+    tokens."""
     algorithm = config.algorithm
     counted = batch.loss_mask != 0
     is_end = last_counted(counted, batch.segment_ids, batch.num_segments)
@@ -99,7 +103,8 @@ def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], to
         advantages, returns = next(remaining)
         keep = advantages.new_zeros(batch.num_segments, dtype=torch.bool)
         keep[: len(batch.sample_ids)] = torch.tensor([shard.rewards[i].keep for i in batch.sample_ids])
-        acts = (batch.loss_mask != 0) & keep[batch.segment_ids]  # after whitening: masked groups belong to its moments
+        # after whitening: masked groups belong to its moments
+        acts = (batch.loss_mask != 0) & keep[batch.segment_ids]
         whitened = torch.where(acts, whiten(advantages, total), 0)
         return replace(batch, advantages=whitened.float(), returns=returns.float())
 
@@ -109,10 +114,13 @@ def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], to
 def _per_group(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """Estimate from R_i - beta * sum_t KL_t, then the estimator over the group again. The KL of a sample is summed over
-    its counted tokens (GRPO sums token rewards before it compares a group), the controller sees the mean over the new
-    samples of the mean over their tokens."""
-    # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older policy's)
+    """Estimate from R_i - beta * sum_t KL_t, then the estimator over the group again.
+
+    A sample's KL is summed over its counted tokens, since GRPO sums token rewards before it
+    compares a group. The controller sees the mean over the new samples of their mean KL per token.
+    """
+    # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older
+    # policy's)
     kl_of_sample: dict[int, tuple[float, float]] = {}
     if layout.is_last_stage and layout.counts_tokens:
         for batch in _batches(shard):
@@ -131,14 +139,15 @@ def _per_group(
 
 
 def _move(controller: FixedKLController, mean_kl: float, num_samples: int) -> dict[str, float]:
-    """Return the metrics of the step's penalty, and move the controller to the next step's coefficient."""
+    """Return the metrics of the step's penalty, and move the controller to the next step's
+    coefficient."""
     metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": controller.value}
     controller.update(mean_kl, num_samples)
     return metrics
 
 
 def _kl(batch: MicroBatch, kind: str) -> Tensor:
-    """Return the KL per token, float64, 0 where a token does not count."""
+    """Return the KL per token, float64, 0 for uncounted tokens."""
     if kind == FULL_KL:
         assert batch.full_kl is not None, "the policy has measured this KL"
         kl = batch.full_kl.double()

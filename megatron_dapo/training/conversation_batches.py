@@ -1,4 +1,5 @@
-"""From the conversations on rank 0 to every rank's own micro-batches, an optimizer step at a time."""
+"""From the conversations on rank 0 to every rank's own micro-batches, an optimizer step at a
+time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,9 @@ _HELD_OUT_AT_ONCE = 64  # micro-batches on the device
 
 @dataclass(frozen=True)
 class ConversationDraws:
-    """The order in which conversations are drawn, which a checkpoint keeps; on rank 0.
+    """The order of drawn conversations, kept in checkpoints; on rank 0.
 
-    It is what `RunCheckpoints` knows as the rollout: what a run learns from.
+    `RunCheckpoints` treats it as the rollout: the run's source of samples.
     """
 
     conversations: ConversationSet
@@ -39,23 +40,25 @@ class ConversationDraws:
         return cls(conversations, PromptCursor(size, data.seed, data.shuffle, conversations.content))
 
     def next(self, count: int) -> list[TrainSample]:
-        """Return the next conversations, every one once per epoch, numbered by their places in the batch."""
+        """Return the next conversations, every one once per epoch, numbered by their places in the
+        batch."""
         drawn = [self.conversations.samples[number] for number in self.cursor.next(count)]
         return [replace(sample, sample_id=place) for place, sample in enumerate(drawn)]
 
     def halt(self) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: no request is under way."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"conversations": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved order stood. Raises UserError where it is one of other conversations."""
+        """Continue a saved order. Raises UserError if it is of other conversations."""
         self.cursor.load_state_dict(state["conversations"])
 
 
 class ConversationDistributor:
-    """Collective over all ranks: rank 0 brings conversations, every rank leaves with its micro-batches."""
+    """Collective over all ranks: rank 0 brings conversations, every rank leaves with its
+    micro-batches."""
 
     def __init__(self, config: Config, layout: ParallelLayout, spec: ModelSpec) -> None:
         self._layout = layout
@@ -63,7 +66,8 @@ class ConversationDistributor:
 
     @collection_paused()
     def __call__(self, samples: Sequence[TrainSample] | None) -> list[MicroBatch]:
-        """Return this rank's part of a mini-batch. samples: all of it on rank 0, None on other ranks."""
+        """Return this rank's part of a mini-batch. samples: all of it on rank 0, None on other
+        ranks."""
         return self._cutter.collated(self._own_bins(samples))
 
     def held_out(self, samples: Sequence[TrainSample] | None) -> "HeldOut":
@@ -75,7 +79,7 @@ class ConversationDistributor:
         return from_flat_pickle(self._layout.hand_out(outgoing))
 
     def _parts(self, samples: Sequence[TrainSample] | None) -> list[np.ndarray] | None:
-        """Return on rank 0, which has the samples, what goes to each data-parallel rank."""
+        """Return on rank 0, which has the samples, the part of each data-parallel rank."""
         return None if samples is None else [flat_pickle(bins) for bins in self._cutter.schedule(samples)]
 
 
@@ -87,7 +91,7 @@ class HeldOut:
     cutter: Cutter
 
     def batches(self) -> Iterator[list[MicroBatch]]:
-        """Yield the micro-batches, some at a time, as many on every rank."""
+        """Yield the micro-batches, some at a time, equally many on every rank."""
         at_once = _HELD_OUT_AT_ONCE * self.cutter.num_microbatches_multiple
         for start in range(0, len(self.bins), at_once):
             yield self.cutter.collated(self.bins[start : start + at_once])

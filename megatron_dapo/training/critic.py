@@ -1,4 +1,5 @@
-"""The critic: values of every counted token, and one optimizer step of the value loss per mini-batch."""
+"""The critic: values of every counted token, and one optimizer step of the value loss per
+mini-batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,10 +25,10 @@ from megatron_dapo.training.schedule import run_micro_batches
 
 
 class Critic:
-    """A model with a value head in the actor's layout, with an optimizer of its own.
+    """A model with a value head in the actor's layout, with a separate optimizer.
 
-    Every method is collective over all ranks. The critic cuts a rank's share of the samples into micro-batches of its
-    own (`StepShard.critic_mini_batches`); values and returns go from one cut to the other sample by sample.
+    Every method is collective over all ranks. The critic's own cut into micro-batches is
+    `StepShard.critic_mini_batches`; values and returns are transferred between the cuts by sample.
     """
 
     def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
@@ -44,7 +45,8 @@ class Critic:
 
     @torch.no_grad()
     def score(self, shard: StepShard) -> StepShard:
-        """Return the shard with values in the actor's micro-batches: on the last stage, as all that the loss needs."""
+        """Return the shard with values in the actor's micro-batches: on the last stage, as all that
+        the loss needs."""
         batches = [batch for mini_batch in shard.critic_mini_batches for batch in mini_batch]
 
         def finish(values: Tensor, batch: MicroBatch) -> Tensor:
@@ -59,8 +61,9 @@ class Critic:
         )
 
     def update(self, shard: StepShard) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and epoch, towards the shard's returns. Return the critic's metrics
-        over all of them, on every rank; explained_variance is of the values before the update."""
+        """Take one optimizer step per mini-batch and epoch, towards the shard's returns. Return the
+        critic's metrics over all of them, on every rank; explained_variance is of the values before
+        the update."""
         self.state.lr_schedule.step(increment=1)
         parts, norms = [], []
         mini_batches = self.with_targets(shard)
@@ -75,8 +78,8 @@ class Critic:
         return metrics
 
     def with_targets(self, shard: StepShard) -> list[MiniBatch]:
-        """Return the critic's mini-batches with the old values and returns of the actor's, where the loss is: on the
-        last stage."""
+        """Return the critic's mini-batches with the old values and returns of the actor's, on the
+        last stage, which computes the loss."""
         if self.model.head is None:
             return shard.critic_mini_batches
         batches = [batch for mini_batch in shard.mini_batches for batch in mini_batch]
@@ -89,8 +92,8 @@ class Critic:
         return [[filled(batch) for batch in mini_batch] for mini_batch in shard.critic_mini_batches]
 
     def accumulate_gradients(self, mini_batch: MiniBatch) -> MetricSums | None:
-        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks: of the mean over its counted
-        tokens. Returns this rank's own metric sums, on the last stage."""
+        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks: of the mean
+        over its counted tokens. Returns this rank's own metric sums, on the last stage."""
         self.state.zero_gradients()
         parts = run_micro_batches(self.state.stages, mini_batch, self._loss, forward_only=False)
         return MetricSums.merge(parts)

@@ -1,4 +1,4 @@
-"""How samples are cut into the micro-batches of the ranks: by length alone, under the cap of the config."""
+"""Cuts samples into the ranks' micro-batches, by length only, under the cap of the config."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ class Cutter:
     def schedule_shards(
         self, shards: Sequence[Sequence[TrainSample]], max_tokens: int, cap_key: str = ACTOR_CAP
     ) -> list[Bins]:
-        """Return the same where it is decided already which rank has which samples, under a cap of its own."""
+        """Return the same for a fixed assignment of samples to ranks, under a separate cap."""
         return schedule_shards(shards, max_tokens=max_tokens, cap_key=cap_key, **self._cutting())
 
     def collated(self, bins: Bins) -> list[MicroBatch]:

@@ -23,28 +23,28 @@ from megatron_dapo.training.expert_cut import ExpertCut
 
 @dataclass(frozen=True)
 class StepShard:
-    """This rank's part of a rollout step.
-
-    mini_batches: one list of micro-batches per optimizer step; critic_mini_batches: the same samples as the critic goes
-    through them, where there is one. rewards: of ALL samples, by sample_id, where the
-    advantages wait for what the models say of the tokens (see `estimate_advantages`).
-    """
+    """This rank's part of a rollout step."""
 
     mini_batches: list[list[MicroBatch]]
+    """One list of micro-batches per optimizer step."""
     rewards: dict[int, SampleReward]
+    """Of ALL samples, by sample_id, if advantages need the models' scores (see
+    `estimate_advantages`)."""
     critic_mini_batches: list[list[MicroBatch]] = field(default_factory=list)
+    """The same samples in the critic's cut; [] without a critic."""
 
     def with_mini_batches(self, mini_batches: list[list[MicroBatch]]) -> "StepShard":
         return replace(self, mini_batches=mini_batches)
 
 
 class StepDistributor:
-    """Collective over all ranks: rank 0 brings the groups, every rank leaves with its shard and nothing more."""
+    """Distributes a step's samples. Collective over all ranks: rank 0 brings the groups, every rank
+    gets its shard."""
 
     def __init__(
         self, config: Config, layout: ParallelLayout, spec: ModelSpec, routed_layers: tuple[int, ...] = ()
     ) -> None:
-        """routed_layers: this rank's layers with experts, where their routing is replayed."""
+        """routed_layers: this rank's layers with replayed expert routing."""
         self._config = config
         self._experts = ExpertCut.make(config, spec, routed_layers, layout)
         self._layout = layout
@@ -52,7 +52,8 @@ class StepDistributor:
 
     @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
-        """Return this rank's shard of the step. groups: those of the rollout step on rank 0, None on other ranks."""
+        """Return this rank's shard of the step. groups: the rollout step's, on rank 0; None on
+        other ranks."""
         outgoing = self._layout.agreement.each(f"cutting the batch of step {step}", self._parts, step, groups)
         actors, critics, rewards = from_flat_pickle(self._layout.hand_out(outgoing))
         mini_batches = self._collated(actors)
@@ -61,15 +62,15 @@ class StepDistributor:
         return StepShard(mini_batches, rewards, self._collated(critics))
 
     def _parts(self, step: int, groups: Sequence[Group] | None) -> list[np.ndarray] | None:
-        """Return on rank 0, which has the groups, what goes to each data-parallel rank."""
+        """Return on rank 0, which has the groups, the part of each data-parallel rank."""
         return None if groups is None else [flat_pickle(part) for part in self._cut(step, groups)]
 
     def _collated(self, bins_of_mini_batch: list[Bins]) -> list[list[MicroBatch]]:
         return [self._cutter.collated(bins) for bins in bins_of_mini_batch]
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
-        """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the same of the critic,
-        rewards of all samples where needed)."""
+        """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the
+        same of the critic, rewards of all samples if needed)."""
         config = self._config
         shaping = config.algorithm.dapo.overlong_reward_shaping
         samples = assemble(
@@ -94,8 +95,8 @@ class StepDistributor:
     def _critic_schedules(
         self, samples: Sequence[TrainSample], schedules: list[list[Bins]], seed: str | None
     ) -> list[list[Bins]]:
-        """Return [mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the rank that has it:
-        there its values and log-probs meet."""
+        """Return [mini-batch][dp]: the critic's own mini-batches and bins. A sample stays on the
+        rank that has it: there its values and log-probs meet."""
         batching = critic_batching(self._config)
         own_cap = self._config.critic.max_tokens_per_microbatch
         rank_of = {

@@ -1,4 +1,4 @@
-"""The experts that a rank's routers replay: of its tokens and its layers, cut out of those of whole responses."""
+"""Cuts the replayed experts of a rank's tokens and layers out of those of whole responses."""
 
 import logging
 from collections.abc import Sequence
@@ -27,29 +27,34 @@ MiniBatch = list[MicroBatch]
 
 @dataclass(frozen=True)
 class ExpertCut:
-    """layers: numbers, from 0, of this rank's layers with experts. from_servers: the experts are the servers' choices;
-    else they are to be recorded."""
+    """The cut of replayed experts."""
 
     shape: RouterShape
     layers: tuple[int, ...]
+    """Numbers, from 0, of this rank's layers with experts."""
     layout: ParallelLayout
     from_servers: bool
+    """Whether the servers chose the experts; else they are to be recorded."""
 
     @classmethod
     def make(
         cls, config: Config, spec: ModelSpec, layers: tuple[int, ...], layout: ParallelLayout
     ) -> "ExpertCut | None":
-        """Return the cut of this rank; None where no routing is replayed."""
+        """Return the cut of this rank, or None without router replay."""
         mode = config.actor_rollout_ref.actor.router_replay
         return None if mode == "off" else cls(RouterShape.of(spec), layers, layout, from_servers=mode == "rollout")
 
     def experts(self, samples: Sequence[TrainSample], batch: MicroBatch) -> Tensor:
-        """Return `RouterPass.experts` of a micro-batch of these samples, in the host's memory: UNKNOWN in padding, at
-        the last token of a sample, and where a sample has no experts; 0 where experts are to be recorded."""
+        """Return `RouterPass.experts` of a micro-batch of these samples, in host memory.
+
+        UNKNOWN in padding, at a sample's last token, and for samples without experts; 0 for experts
+        still to be recorded.
+        """
         shape = (batch.tokens.numel(), len(self.layers), self.shape.moe.experts_per_token)
         rows = np.full(shape, UNKNOWN, dtype=np.int16)
         start = 0
-        for sample, width in zip(samples, batch.widths, strict=False):  # padding is one segment more
+        for sample, width in zip(samples, batch.widths, strict=False):
+            # padding is one segment more
             end = start + sample.length - 1
             if not self.from_servers:
                 rows[start:end] = 0
@@ -60,7 +65,8 @@ class ExpertCut:
         return experts.pin_memory() if is_gpu() else experts
 
     def _places(self, batch: MicroBatch) -> np.ndarray:
-        """Return the places in the flat tensors of the tokens that this rank's routers meet, in Megatron's order."""
+        """Return the places in the flat tensors of the tokens that this rank's routers meet, in
+        Megatron's order."""
         layout = self.layout
         if layout.cp > 1:
             places = rank_places(batch.widths, layout.cp_rank, layout.cp)
@@ -69,7 +75,8 @@ class ExpertCut:
         return places.reshape(layout.tp, -1)[layout.tp_rank] if layout.sp else places
 
     def added(self, bins: Sequence[Sequence[Sequence[TrainSample]]], mini_batches: list[MiniBatch]) -> list[MiniBatch]:
-        """Return the mini-batches with the experts of their samples, bins[mini-batch][micro-batch]."""
+        """Return the mini-batches with the experts of their samples,
+        bins[mini-batch][micro-batch]."""
         return [
             [
                 replace(batch, experts=self.experts(samples, batch))
@@ -79,8 +86,8 @@ class ExpertCut:
         ]
 
     def check(self, step: int, samples: Sequence[TrainSample]) -> None:
-        """Warn of samples without the servers' experts: dumped or saved by a run that did not ask for them. Raises
-        UserError for one that has those of another model."""
+        """Warn of samples without the servers' experts, dumped or saved by a run that did not
+        request them. Raises UserError for experts of another model."""
         if not self.from_servers:
             return
         num_without = 0

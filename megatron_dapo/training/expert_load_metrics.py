@@ -12,8 +12,8 @@ LOAD_METRICS = ("actor/expert_load_max", "actor/expert_load_entropy", "actor/exp
 
 
 def expert_load_metrics(model: ModelParts, device: torch.device) -> dict[str, float]:
-    """Return the metrics of what was counted since the last reset, over the tokens of all ranks. Collective over all
-    ranks, each of which has layers and tokens of its own."""
+    """Return the metrics of the counts since the last reset, over the tokens of all ranks.
+    Collective over all ranks, each with its layers and tokens."""
     moe = model.spec.moe
     assert moe is not None, "the model has experts"
     counts = torch.zeros(model.spec.num_layers, moe.num_experts + 1, dtype=torch.float64, device=device)
@@ -31,9 +31,9 @@ def expert_load_metrics(model: ModelParts, device: torch.device) -> dict[str, fl
 def load_metrics(counts: Tensor) -> dict[str, float]:
     """Return the metrics of [layers, experts + 1] counts (`ChunkLoad.counts`).
 
-    load_max: tokens of the busiest expert over those of the mean one, in the layer where this is most. load_entropy:
-    entropy of the experts' shares of the tokens, over that of equal shares, mean over the layers. dropped: share of the
-    choices that no expert computed.
+    load_max: tokens of the busiest expert over the mean, in the most uneven layer. load_entropy:
+    entropy of the experts' shares of the tokens, over that of equal shares, mean over the layers.
+    dropped: share of the choices that no expert computed.
     """
     loads, wanted = counts[:, :-1].double(), counts[:, -1].double()
     shares = loads / loads.sum(1, keepdim=True).clamp(min=1)

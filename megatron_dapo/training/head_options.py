@@ -1,4 +1,4 @@
-"""How the log-prob head is built: fused where the kernels pass their check."""
+"""Chooses the log-prob head: fused if the kernels pass their check."""
 
 import functools
 import logging
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def head_options(config: Config, layout: ParallelLayout, spec: ModelSpec) -> dict:
-    """Return the keyword arguments of `build_model`. Collective over all ranks: one rank's doubt turns the fused head
-    off."""
+    """Return the keyword arguments of `build_model`. Collective over all ranks: one rank's doubt
+    turns the fused head off."""
     actor = config.actor_rollout_ref.actor
     loss = loss_config(config)
     fused = actor.fused_kernels == "auto" and _all_ranks_pass(
@@ -40,7 +40,7 @@ def _all_ranks_pass(check: Check, agreement: Agreement) -> bool:
     if problem:
         log.warning(
             "THE FUSED KERNELS ARE OFF: on rank %d their check against float64 failed (%s). Training goes on with the "
-            "composed head, which on a GPU takes several times as long; actor_rollout_ref.actor.fused_kernels=off "
+            "composed head, several times slower on a GPU; actor_rollout_ref.actor.fused_kernels=off "
             "silences this.",
             agreement.rank,
             problem,
@@ -49,17 +49,18 @@ def _all_ranks_pass(check: Check, agreement: Agreement) -> bool:
 
 
 def _problem(check: Check) -> str:
-    """Return what is wrong with the kernels on this rank, "" where they pass."""
+    """Return the kernels' fault on this rank, or ""."""
     try:
-        wrong = [e for e in largest_errors(check, device()) if not e.error <= e.bound]  # NaN is wrong too
+        # NaN is wrong too
+        wrong = [e for e in largest_errors(check, device()) if not e.error <= e.bound]
         return ", ".join(f"{e.name} off by {e.error:.1e}, allowed {e.bound:.1e}" for e in wrong)
-    except Exception as error:  # a compiler, a kernel: what fails here is not needed
+    except Exception as error:  # a compiler or kernel: the run works without it
         return _with_causes(error)
 
 
 def _with_causes(error: BaseException) -> str:
-    """Return an error on one line, and the errors that it was raised from or while handling: a compiler's own words are
-    often in the innermost one."""
+    """Return an error on one line, and the errors that it was raised from or while handling: a
+    compiler's own words are often in the innermost one."""
     chain = []
     link: BaseException | None = error
     while link is not None:

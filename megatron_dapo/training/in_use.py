@@ -1,4 +1,4 @@
-"""What the trainer computes with: layers, attention, head and optimizer differ from one installation to another."""
+"""Names the trainer's layers, attention, head and optimizer, which differ between installations."""
 
 import importlib.metadata
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from megatron_dapo.training.optimizer import TrainingState
 
 
 def in_use(model: ModelParts, state: TrainingState) -> str:
-    """Return one line about this rank. What it names is read from the built objects, not from the config."""
+    """Return one line about this rank, read from the built objects, not from the config."""
     return "trainer: " + ", ".join(_parts(model, state))
 
 
@@ -40,7 +40,7 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
 
 
 def _attention(core: torch.nn.Module) -> str:
-    """Return what attends in a layer."""
+    """Return the name of a layer's attention."""
     if not isinstance(core, PackedAttention):
         return "its attention (flash or fused, as it chooses)"
     is_half = core.config.params_dtype in (torch.float16, torch.bfloat16)
@@ -58,8 +58,8 @@ def _recomputed(config: TransformerConfig) -> str:
 
 
 def _optimizers(state: TrainingState) -> Iterator[str]:
-    """Yield package and class of what steps the weights: Megatron takes Transformer Engine's, else apex's, else
-    torch's."""
+    """Yield package and class of the weights' optimizers: Megatron takes Transformer Engine's, else
+    apex's, else torch's."""
     for each in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
         kind = type(each.optimizer)
         yield f"{kind.__module__.partition('.')[0]} {kind.__name__}"

@@ -1,4 +1,4 @@
-"""What the config makes of the loss."""
+"""Makes the loss's settings from the config."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def loss_config(config: Config) -> LossConfig:
         return _log_likelihood(actor.calculate_entropy)
     low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction
-    weighs_alone = correction.rollout_is != "none" and correction_per_step(config) is None
+    loss_corrects = correction.rollout_is != "none" and correction_per_step(config) is None
     bounds = ratio_bounds(correction.rollout_is_threshold)
     base = LossConfig(
         clip=Clip(low, high, None if actor.policy_loss == "cispo" else actor.clip_ratio_c),
@@ -26,8 +26,8 @@ def loss_config(config: Config) -> LossConfig:
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
         off_policy=_off_policy(config) if uses_experience_replay(config) else None,
         report_stale=config.actor_rollout_ref.rollout.max_staleness > 0,
-        rollout_is_threshold=bounds.high if weighs_alone else None,
-        rollout_is_threshold_lower=bounds.low if weighs_alone else None,
+        rollout_is_threshold=bounds.high if loss_corrects else None,
+        rollout_is_threshold_lower=bounds.low if loss_corrects else None,
         bypass_mode=correction.bypass_mode,
     )
     if not uses_kl_loss(config):
@@ -36,16 +36,20 @@ def loss_config(config: Config) -> LossConfig:
 
 
 def _log_likelihood(report_entropy: bool) -> LossConfig:
-    """Return -log-prob of each token: the loss of cispo with advantages of 1, where the policy is the old policy, whose
-    ratio is 1 and meets no bound. The fused head computes it in one pass, as every loss of a token alone."""
+    """Return -log-prob of each token, as a case of cispo: advantages of 1, and the policy as its
+    own old policy, so that the ratio is 1 and meets no bound. The fused head computes it in one
+    pass, like every sum over tokens."""
     return LossConfig(
         clip=Clip(low=1.0, high=1.0), policy_loss="cispo", report_entropy=report_entropy, report_mismatch=False
     )
 
 
 def correction_per_step(config: Config) -> RolloutCorrection | None:
-    """Return how tokens are weighed before the update; None where nothing does, or where the loss does it by itself: a
-    token's own weight, if the old log-probs are not computed because they are the current ones."""
+    """Return the correction of token weights before the update, or None.
+
+    None if there is no correction, or if the loss applies it: a weight per token, with the current
+    log-probs in place of old ones.
+    """
     section = config.algorithm.rollout_correction
     correction = RolloutCorrection(
         rollout_is=section.rollout_is,

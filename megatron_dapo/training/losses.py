@@ -1,4 +1,4 @@
-"""The actor's loss of a micro-batch: what the head is asked, and what Megatron gets of its answer."""
+"""The actor's loss of a micro-batch: the head's task, and its result for Megatron."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -39,7 +39,7 @@ from megatron_dapo.training.metric_sums import MetricSums
 from megatron_dapo.training.mismatch import all_mismatch_sums, compared, stale
 from megatron_dapo.training.schedule import kl_reference
 
-# what `Policy.update` adds to the metrics of the loss
+# metrics that `Policy.update` adds to those of the loss
 _OF_THE_UPDATE = (
     "actor/grad_norm",
     "actor/lr",
@@ -53,29 +53,28 @@ class MicroBatchLoss(Protocol):
     """The two ends of a training pass on the last stage."""
 
     def task(self, batch: MicroBatch) -> LossTask | ScoreTask:
-        """Return what the head is asked."""
+        """Return the head's task."""
         ...
 
     def finish(self, answer: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """Return Megatron's (summed loss, count) of the head's answer to the task, and metric sums."""
+        """Return Megatron's (summed loss, count) of the head's answer to the task, and metric
+        sums."""
         ...
 
 
 @dataclass(frozen=True)
 class _BuiltInLoss:
-    """The loss of `algorithms.dapo_loss`.
-
-    weight_version: of the weights that wrote the samples which are compared with the servers.
-    """
+    """The loss of `algorithms.dapo_loss`."""
 
     config: LossConfig
     aggregation: str
     max_response_length: int
     temperature: float
     weight_version: int = 0
+    """Of the weights whose samples are compared with the servers."""
 
     def tokens(self, batch: MicroBatch) -> TokenBatch:
-        """Return everything that is known of the tokens."""
+        """Return the loss's inputs per token."""
         weights, count = token_weights(
             self.aggregation, batch.loss_mask, batch.segment_ids, batch.num_segments, self.max_response_length
         )
@@ -93,22 +92,23 @@ class _BuiltInLoss:
         )
 
     def metrics(self, batch: MicroBatch, sums: Tensor, maxima: Tensor) -> MetricSums:
-        """Return the metric sums of the loss, with those of what its tokens are multiplied by."""
+        """Return the metric sums of the loss, and of the tokens' correction factors."""
         metrics = MetricSums(*metric_names(self.config), sums, maxima)
         return metrics if batch.correction is None else metrics.with_sums(batch.correction.sums)
 
     def mismatch_of_all(self, batch: MicroBatch, log_probs: Tensor) -> Sums:
-        """Return the metric sums of the comparison with the servers, older weights' tokens included. log_probs: the
-        current ones [B, S], which stand for the old ones where there are none, as in the loss."""
+        """Return the metric sums of the comparison with the servers, including older weights'
+        tokens. log_probs: the current ones [B, S]; they replace missing old ones, as in the loss.
+        """
         old = None if self.config.bypass_mode else batch.old_log_probs
         return all_mismatch_sums(batch, log_probs.detach() if old is None else old, self.weight_version)
 
 
 class TokenSumLoss(_BuiltInLoss):
-    """A sum over tokens, each with what is known of it alone: the head computes it by itself."""
+    """A sum over tokens, each independent of the others: the head computes it itself."""
 
     def task(self, batch: MicroBatch) -> LossTask:
-        """Return the loss task with everything that is known of the tokens."""
+        """Return the loss task with the inputs per token."""
         return LossTask(
             batch.targets,
             batch.counted_rows,
@@ -119,7 +119,8 @@ class TokenSumLoss(_BuiltInLoss):
         )
 
     def finish(self, answer: HeadLoss, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """Return the head's loss as Megatron takes it with calculate_per_token_loss, and its metric sums."""
+        """Return the head's loss as Megatron takes it with calculate_per_token_loss, and its metric
+        sums."""
         metrics = self.metrics(batch, answer.sums, answer.maxima)
         if self.config.report_stale:
             assert answer.log_probs is not None, "they are asked for by `LossConfig.report_stale`"
@@ -130,8 +131,8 @@ class TokenSumLoss(_BuiltInLoss):
 
 
 class LogLikelihoodLoss(TokenSumLoss):
-    """-log-prob of every counted token, for text that a person or another model wrote: with `loss_config` of a run that
-    fine-tunes, whose cispo has advantages of 1 and no old policy."""
+    """-log-prob of every counted token, for text by a person or another model. Its `loss_config` is
+    a fine-tuning run's: cispo with advantages of 1 and no old policy."""
 
     def tokens(self, batch: MicroBatch) -> TokenBatch:
         """Return the tokens, all of the same weight."""
@@ -141,7 +142,7 @@ class LogLikelihoodLoss(TokenSumLoss):
         return TokenBatch(weights=weights, count=count, advantages=torch.ones_like(weights))
 
     def metrics(self, batch: MicroBatch, sums: Tensor, maxima: Tensor) -> MetricSums:
-        """Return the loss and the entropy: nothing else says anything here."""
+        """Return the loss and the entropy, the only meaningful metrics here."""
         names, _ = metric_names(self.config)
         shown = {LOSS: "train/loss", ENTROPY: ENTROPY}
         rows = [row for row, name in enumerate(names) if name in shown]
@@ -149,8 +150,11 @@ class LogLikelihoodLoss(TokenSumLoss):
 
 
 class SequenceRatioLoss(_BuiltInLoss):
-    """The loss whose ratio is that of a whole sequence (GSPO). The ratio is known after the last log-prob of the
-    sequence, so the log-probs are asked for and sent backward by autograd, as for a loss of the user's own."""
+    """The loss with one ratio per sequence (GSPO).
+
+    The ratio needs the sequence's last log-prob. So the head returns log-probs, and autograd sends
+    gradients back, as for the user's own loss.
+    """
 
     def task(self, batch: MicroBatch) -> ScoreTask:
         """Return the task that asks for log-probs with gradient."""
@@ -164,7 +168,8 @@ class SequenceRatioLoss(_BuiltInLoss):
         )
 
     def finish(self, answer: Scores, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """Return the loss of the log-probs as Megatron takes it with calculate_per_token_loss, and its metric sums."""
+        """Return the loss of the log-probs as Megatron takes it with calculate_per_token_loss, and
+        its metric sums."""
         tokens = self.tokens(batch)
         log_ratio = sequence_log_ratio(answer.log_probs, tokens.old_log_probs, batch)
         tokens = replace(tokens, sequence_log_ratio=log_ratio)
@@ -180,8 +185,9 @@ class SequenceRatioLoss(_BuiltInLoss):
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, batch: MicroBatch) -> Tensor:
-    """Return, at every counted token, the mean of log_probs - old_log_probs over the counted tokens of its sample, in
-    the shape of `tokens`, without gradient; 0 elsewhere, and everywhere without old log-probs."""
+    """Return, at every counted token, the mean of log_probs - old_log_probs over the counted tokens
+    of its sample, in the shape of `tokens`, without gradient; 0 elsewhere, and everywhere without
+    old log-probs."""
     if old_log_probs is None:
         return torch.zeros_like(log_probs)
     counted = batch.loss_mask != 0
@@ -192,7 +198,7 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, batch: M
 
 @dataclass(frozen=True)
 class SequenceSumLoss:
-    """A loss of the user's own over the log-probs of whole sequences, which are sent backward by autograd."""
+    """The user's own loss over the log-probs of whole sequences, differentiated by autograd."""
 
     function: SequenceLossFunction
     temperature: float
@@ -211,18 +217,21 @@ class SequenceSumLoss:
         )
 
     def finish(self, answer: Scores, batch: MicroBatch) -> tuple[Tensor, Tensor, MetricSums]:
-        """Return what the function makes of the sequences; of a micro-batch without any, nothing, with gradient 0."""
+        """Return the function's result for the sequences; 0 with gradient 0 for a micro-batch
+        without any."""
         log_probs = answer.log_probs
         sequences = loss_sequences(answer, batch)
         loss_sum = 0.0 * log_probs.sum()
         count = loss_sum.new_zeros((), dtype=torch.float64)
-        own: Sums = {}
+        reported: Sums = {}
         if sequences:
             own_sum, number, metrics = checked_answer(LOSS_FUNCTION, self.function(sequences))
             loss_sum = loss_sum + own_sum  # of a plain number or a constant the gradient is 0
             count = _scalar(number, log_probs)
             torch._assert_async(count == count.round(), f"{LOSS_FUNCTION} must return a whole number as its count")
-            own = {name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()}
+            reported = {
+                name: (_scalar(total, log_probs), _scalar(n, log_probs)) for name, (total, n) in metrics.items()
+            }
         counted = batch.loss_mask != 0
         sums: Sums = {
             LOSS: (loss_sum.detach().double(), count),
@@ -237,17 +246,18 @@ class SequenceSumLoss:
             sums |= all_mismatch_sums(batch, old, self.weight_version)
         mismatch, maxima = mismatch_sums(old, batch.rollout_log_probs, compared(batch, self.weight_version), older)
         sums |= mismatch
-        taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & own.keys())
+        taken = sorted({*sums, *maxima, *DERIVED, *_OF_THE_UPDATE} & reported.keys())
         if taken:
             raise UserError(f"{LOSS_FUNCTION}: {', '.join(taken)} is a metric of ours; give yours another name.")
-        sums |= own
+        sums |= reported
         device = log_probs.device
         stacked = stack_sums(sums, tuple(sums), device), stack_maxima(maxima, tuple(maxima), device)
         return loss_sum, count.int(), MetricSums(tuple(sums), tuple(maxima), *stacked)
 
 
 def loss_sequences(answer: Scores, batch: MicroBatch) -> list[LossSequence]:
-    """Cut a micro-batch into its sequences that have counted tokens. Nothing is read back from the device."""
+    """Cut a micro-batch into its sequences that have counted tokens, without reading from the
+    device."""
     log_probs = batch.by_sample(answer.log_probs)
     old = answer.log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
     old_log_probs = batch.by_sample(old)
@@ -273,7 +283,8 @@ def loss_sequences(answer: Scores, batch: MicroBatch) -> list[LossSequence]:
 
 
 def _counted_spans(batch: MicroBatch) -> dict[int, slice]:
-    """Return sample_id -> from its first counted token to its last, of the samples that have any."""
+    """Return sample_id -> from its first counted token to its last, of the samples that have
+    any."""
     is_counted = np.zeros(batch.tokens.shape[::-1], dtype=bool)
     is_counted.reshape(-1)[batch.counted_rows] = True  # in Megatron's order, s * B + b
     spans = {}

@@ -22,7 +22,7 @@ class MetricSums(NamedTuple):
 
     @classmethod
     def merge(cls, parts: "Sequence[MetricSums | None]") -> "MetricSums | None":
-        """Add several parts up, name by name; None where there is none."""
+        """Add several parts up, name by name; None without any."""
         present = [part for part in parts if part is not None]
         if not present:
             return None
@@ -35,7 +35,8 @@ class MetricSums(NamedTuple):
 
     @classmethod
     def all_reduce(cls, part: "MetricSums | None", layout: ParallelLayout) -> "MetricSums":
-        """Add the parts of all ranks up, each token once: of every data-parallel rank one rank of the last
+        """Add the parts of all ranks up, each token once: of every data-parallel rank one rank of
+        the last
         stage contributes. Collective over all ranks, and the same on all of them."""
         if part is None or not layout.counts_tokens:
             none = torch.zeros(0, dtype=torch.float64, device=device())
@@ -47,7 +48,7 @@ class MetricSums(NamedTuple):
         return total
 
     def aligned(self, sum_names: tuple[str, ...], max_names: tuple[str, ...]) -> "MetricSums":
-        """Return the same with rows for all of these names, zeros where this has none of its own."""
+        """Return the same with rows for all of these names, zeros for missing ones."""
         if (sum_names, max_names) == (self.sum_names, self.max_names):
             return self
         sums = self.sums.new_zeros(len(sum_names), 2)
@@ -70,5 +71,5 @@ class MetricSums(NamedTuple):
 
 
 def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return every name once, in the order in which they come."""
+    """Return every name once, in order of first occurrence."""
     return tuple(dict.fromkeys(name for part in names for name in part))

@@ -1,4 +1,5 @@
-"""How far a step's samples are from the policy that is to learn from them, before it does: in all, and by sample."""
+"""How far a step's samples are from the policy before it learns from them: in all, and by
+sample."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,32 +20,37 @@ _MANY = 0.5
 
 
 def compared(batch: MicroBatch, weight_version: int) -> Tensor:
-    """Return where the weights of this version wrote a token that counts: there server and trainer must agree."""
+    """Return the mask of counted tokens by this weight version, on which server and trainer must
+    agree."""
     return (batch.loss_mask != 0) & (batch.weight_versions == weight_version) & (batch.exp_mask == 0)
 
 
 def stale(batch: MicroBatch, weight_version: int) -> Tensor:
-    """Return where older weights wrote a token that counts, in this rollout: not one that was replayed."""
+    """Return the mask of counted tokens by older weights in this rollout, without replayed ones."""
     return (batch.loss_mask != 0) & (batch.weight_versions < weight_version) & (batch.exp_mask == 0)
 
 
 def checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor:
-    """Return which tokens `max_mismatch` looks at: those that are `compared`, and with_stale older weights' too. Where
-    rollouts run ahead, a response is hardly ever of the newest weights, and another model's would pass unseen."""
+    """Return the mask of tokens for `max_mismatch`: the `compared` ones, and with_stale older
+    weights' too.
+
+    If rollouts run ahead, few responses are by the newest weights only; another model's would pass
+    unseen.
+    """
     counts = compared(batch, weight_version)
     return counts | stale(batch, weight_version) if with_stale else counts
 
 
 def step_warnings(config: Config, metrics: Mapping[str, float]) -> list[str]:
-    """Return sentences for the log about a step; none of synthetic batches, which no server wrote."""
+    """Return warnings about a step; none for synthetic batches, which have no server."""
     if config.trainer.synthetic_batch:
         return []
     return list(filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))))
 
 
 def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:
-    """Return a sentence for the log where the effective sample size over all tokens of a step, whichever weights wrote
-    them, is less than half their number: before a run collapses, it falls (arXiv 2602.17616)."""
+    """Return a warning if the effective sample size over all of a step's tokens is less than half
+    their number: it falls before a run collapses (arXiv 2602.17616)."""
     of_newest, of_all = metrics.get("actor/rollout_ess", 1.0), metrics.get("actor/rollout_ess_all")
     share = of_newest if of_all is None else of_all
     if share >= _FEW:
@@ -60,7 +66,7 @@ def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:
 
 
 def mostly_rejected(metrics: Mapping[str, float]) -> str | None:
-    """Return a sentence for the log where most tokens are rejected, so that the step hardly teaches anything."""
+    """Return a warning if most tokens are rejected, so that the step hardly teaches anything."""
     share = metrics.get("actor/rollout_rs_token_masked", 0.0)
     if share <= _MANY:
         return None
@@ -71,8 +77,8 @@ def mostly_rejected(metrics: Mapping[str, float]) -> str | None:
 
 
 def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_stale: bool = False) -> Tensor | None:
-    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens of micro-batches that have
-    old log-probs; none where they have none: on other stages than the last."""
+    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens. None
+    without old log-probs, as on all stages but the last."""
     parts = []
     for batch in batches:
         if batch.old_log_probs is not None:
@@ -82,8 +88,8 @@ def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_
 
 
 def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.device) -> float:
-    """Return the mean over all ranks, each token once; 0 without any. Collective over all ranks, the same on all of
-    them."""
+    """Return the mean over all ranks, each token once; 0 without any. Collective over all ranks,
+    the same on all of them."""
     if sums is None or not layout.counts_tokens:
         sums = torch.zeros(2, dtype=torch.float64, device=device)
     dist.all_reduce(sums := sums.clone())
@@ -92,8 +98,9 @@ def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.d
 
 
 def all_mismatch_sums(batch: MicroBatch, log_probs: Tensor, weight_version: int) -> Sums:
-    """Return the metric sums of what is checked where older weights' tokens are: the mean of |trainer's - server's
-    log-prob| over all tokens of this rollout that count. log_probs: the current ones, [B, S] like the batch's."""
+    """Return the metric sums that are checked beside older weights' tokens: the mean of |trainer's
+    - server's log-prob| over all counted tokens of this rollout. log_probs: the current ones, [B,
+    S] like the batch's."""
     counts = checked(batch, weight_version, with_stale=True)
     return {MEAN_MISMATCH_ALL: token_mean(_differences(batch, log_probs, counts), counts)}
 

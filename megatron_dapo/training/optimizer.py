@@ -1,4 +1,5 @@
-"""Megatron's data-parallel wrapper, AdamW (bf16 with fp32 main weights) and learning-rate schedule."""
+"""Megatron's data-parallel wrapper, AdamW (bf16 with fp32 main weights) and learning-rate
+schedule."""
 
 import math
 from dataclasses import dataclass
@@ -21,13 +22,16 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class TrainingState:
-    """stages: the model chunks, wrapped. optimizer: over all of them. lr_schedule: stepped once per rollout step.
-    num_threads: of torch on the host, while the optimizer steps."""
+    """The trained model's optimizer."""
 
     stages: list[DistributedDataParallel]
+    """The model chunks, wrapped."""
     optimizer: MegatronOptimizer
+    """Over all stages."""
     lr_schedule: OptimizerParamScheduler
+    """Stepped once per rollout step."""
     num_threads: int
+    """Of torch on the host, during optimizer steps."""
 
     @property
     def lr(self) -> float:
@@ -39,15 +43,19 @@ class TrainingState:
         self.optimizer.zero_grad()
 
     def finish_gathers(self) -> None:
-        """Have the weights whole on every rank after a last optimizer step, behind which no forward pass waits for
-        them: they are pushed and saved next. Does nothing where `step` gathers them."""
+        """Complete the weights on every rank after the last optimizer step, before they are pushed
+        and saved; no forward pass does it then. Does nothing if `step` gathers them."""
         for stage in self.stages:
             if stage.ddp_config.overlap_param_gather:
                 stage.start_param_sync(force_sync=True)
 
     def step(self) -> float:
-        """Take one optimizer step with the accumulated gradients and return their norm before clipping. A norm that is
-        not finite is the same on all ranks: all of them stop, before such weights reach a server."""
+        """Take one optimizer step with the accumulated gradients and return their norm before
+        clipping.
+
+        A norm that is not finite is the same on all ranks: all stop, before such weights reach a
+        server.
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(self.num_threads)
         try:
@@ -60,20 +68,21 @@ class TrainingState:
 
 
 def half_precision(model: ModelParts) -> list[torch.nn.Module]:
-    """Return the chunks as they run: in half precision Megatron converts at the first and the last stage."""
+    """Return the chunks as they run: in half precision Megatron converts at the first and the last
+    stage."""
     return [Float16Module(model.config, chunk) for chunk in model.chunks] if model.config.bf16 else list(model.chunks)
 
 
 def step_threads(megatron: MegatronConfig, layout: ParallelLayout) -> int:
-    """Return how many threads step the optimizer on this rank. Collective over all ranks.
+    """Return this rank's number of threads for optimizer steps. Collective over all ranks.
 
-    Of what lies in the machine's memory its share of the cores, which idle meanwhile: launchers give a rank one thread.
-    More than one are the user's own wish.
+    An offloaded optimizer gets the rank's share of the cores, which idle meanwhile: launchers give
+    a rank one thread. More than one thread is the user's choice.
     """
     threads = torch.get_num_threads()
     if not megatron.optimizer_offload_fraction:
         return threads
-    share = layout.share_of_cores()  # asked by all ranks, whatever the threads of each
+    share = layout.share_of_cores()  # called by all ranks, whatever their number of threads
     return share if threads == 1 else threads
 
 
@@ -84,10 +93,15 @@ def make_training_state(
     num_rollout_steps: int,
     num_threads: int | None = None,
 ) -> TrainingState:
-    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from its config.
+    """Wrap the loaded model for training, and set the callbacks that Megatron's schedules read from
+    its config.
 
-    num_threads: `TrainingState.num_threads`; None = as many as torch has now. Raises UserError where the machine lacks
-    what keeps the optimizer's state as asked.
+    Args:
+        num_threads: `TrainingState.num_threads`; None: torch's current number.
+
+    Raises:
+        UserError: if the requested form of the optimizer's state needs something this machine
+            lacks.
     """
     state_options = _state_options(megatron, model)
     ddp_config = DistributedDataParallelConfig(
@@ -95,8 +109,9 @@ def make_training_state(
         use_distributed_optimizer=megatron.use_distributed_optimizer,
         overlap_grad_reduce=megatron.overlap_grad_reduce,
         overlap_param_gather=megatron.overlap_param_gather,
-        # it would stop the host once per bucket, and one rank while the others wait for it: `TrainingState.step` stops
-        # on the norm, which is the same on all ranks
+        # it would stop the host once per bucket, and one rank while the others wait for it:
+        # `TrainingState.step` stops on the
+        # norm, which is the same on all ranks
         check_for_nan_in_grad=False,
     )
     stages = [
@@ -113,7 +128,7 @@ def make_training_state(
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
             adam_eps=optim.eps,
-            # infinity clips nothing, and the norm is reported all the same
+            # infinity clips nothing, and the norm is still reported
             clip_grad=optim.clip_grad or float("inf"),
             bf16=model.config.bf16,
             params_dtype=model.config.params_dtype,
@@ -134,17 +149,17 @@ def make_training_state(
 
 
 def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any]:
-    """Return how Megatron's optimizer keeps its state: in the machine's memory, or in half precision.
+    """Return how Megatron's optimizer keeps its state: in host memory, or in half precision.
 
-    Both are paths of its precision-aware optimizer, which asks for Transformer Engine's version. Without that an
-    offloaded parameter would keep its float32 weight on the GPU as well. The remainders of weights, 2 bytes in place of
-    4, are not used: a checkpoint has float32.
+    Both are paths of its precision-aware optimizer, which needs Transformer Engine's. Without that
+    an offloaded parameter would keep its float32 weight on the GPU as well. The remainders of
+    weights, 2 bytes in place of 4, are not used: a checkpoint has float32.
     """
-    asked = state_keys(megatron)
-    if not asked:
+    keys = state_keys(megatron)
+    if not keys:
         return {}
     if not model.uses_transformer_engine:
-        (name, value), *_ = asked.items()
+        (name, value), *_ = keys.items()
         raise UserError(
             f"{MEGATRON}.{name} is {show_text(value)}, which needs a GPU, bfloat16 and Transformer Engine; one of "
             f"them is missing here: leave it out."
@@ -152,19 +167,20 @@ def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any
     if fraction := megatron.optimizer_offload_fraction:
         how = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=fraction, overlap_cpu_optimizer_d2h_h2d=True)
     else:
-        how = dict(store_param_remainders=False, **{name: getattr(torch, str(dtype)) for name, dtype in asked.items()})
+        how = dict(store_param_remainders=False, **{name: getattr(torch, str(dtype)) for name, dtype in keys.items()})
     return dict(use_precision_aware_optimizer=True, **how)
 
 
 def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:
-    """Have Transformer Engine's layers add a weight's gradient to its main_grad in the product that computes it.
+    """Have Transformer Engine's layers add a weight's gradient to its main_grad in the product that
+    computes it.
 
-    This needs neither a buffer nor two passes over it. The layers then mark the parameter, and Megatron's hook adds
-    nothing (TE 2.20, module/linear.py: main_grad must be there, so this comes after DDP's buffers and never for a
-    reference).
+    This needs neither a buffer nor two passes over it. The layers then mark the parameter, and
+    Megatron's hook adds nothing. TE 2.20 (module/linear.py) requires main_grad, so this comes after
+    DDP's buffers, and never for a reference.
 
-    Megatron would ask for this when it constructs the layers, by a key that its output layer refuses where apex is
-    missing.
+    Megatron's own setting, when it constructs the layers, is a key that its output layer refuses
+    without apex.
     """
     for stage in stages:
         for module in stage.modules():

@@ -44,14 +44,15 @@ from megatron_dapo.training.schedule import Schedule, run_micro_batches
 log = logging.getLogger(__name__)
 
 MiniBatch = list[MicroBatch]
-# fills a model from what `model.path` or `ref.path` names
+# fills a model from `model.path` or `ref.path`
 WeightLoader = Callable[[ModelParts, str, ParallelLayout], None]
 
 
 class Policy:
     """The actor's model, its optimizer, and the loss that ties them.
 
-    Every method is collective over all ranks; each rank brings its own shard, with equal numbers of micro-batches.
+    Every method is collective over all ranks; each rank brings its own shard, with equal numbers of
+    micro-batches.
     """
 
     def __init__(self, config: Config, layout: ParallelLayout, load: WeightLoader = load_hf_weights) -> None:
@@ -93,14 +94,17 @@ class Policy:
         return WeightSource(self.model, self.layout)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the same mini-batches with old log-probs (on the last stage, which computes the loss): those of the
-        policy as it is, and of replayed samples those of the policy that wrote them, as they were recorded.
+        """Return the same mini-batches with old log-probs, on the last stage, which computes the
+        loss.
 
-        With the KL over the whole vocabulary in the reward, that too, to the reference that scored before. With a
-        rollout correction, what the policy loss of each token is multiplied by. Left as they are where nothing needs
-        old log-probs: with one optimizer step per rollout step the old policy is the current one, with bypass_mode the
-        servers' log-probs are taken for old. With router_replay "old" the experts that this pass chooses are written
-        into the mini-batches, on every stage.
+        Old log-probs are the current policy's; of replayed samples the recorded ones of their
+        policy. Mini-batches stay as they are if the loss needs none: with one optimizer step per
+        rollout step the old policy is the current one, and with bypass_mode the servers' log-probs
+        are taken for old.
+
+        Also filled in, if configured: the KL over the whole vocabulary, to the reference that
+        scored before; the rollout correction's factor of each token; with router_replay "old", on
+        every stage, this pass's choice of experts.
         """
         if not self._needs_old:
             return list(mini_batches)
@@ -110,18 +114,19 @@ class Policy:
             batch = batch if self._correction is None else corrected(batch, self._correction)
             return batch if self.loss_config.use_full_kl else replace(batch, ref_hidden=None, ref_weight=None)
 
-        asked = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
-        return with_scores(self.schedule, mini_batches, fill, **asked)
+        extras = dict(full_kl=self._full_kl_in_reward, record_experts=self._records_experts)
+        return with_scores(self.schedule, mini_batches, fill, **extras)
 
     def mean_mismatch(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> float:
-        """Return the mean of |old - server's log-prob| over the tokens that weights of this version wrote, and with
-        max_staleness above 0 older ones too, the same on every rank, of mini-batches with old log-probs."""
+        """Return the mean of |old - server's log-prob| over the tokens of this weight version, and
+        with max_staleness above 0 of older ones too. It is the same on every rank. The mini-batches
+        need old log-probs."""
         sums = difference_sums(chain(*mini_batches), weight_version, with_stale=self._checks_stale)
         return mean_over_ranks(sums, self.layout, self._device)
 
     def mismatch_by_sample(self, mini_batches: Sequence[MiniBatch], weight_version: int) -> Shares:
-        """Return the same by sample, of all ranks, by another forward pass. The weights are those that began the
-        step."""
+        """Return the same by sample, of all ranks, by another forward pass with the weights that
+        began the step."""
         batches = list(chain(*mini_batches))
         log_probs = self.schedule.log_probs(batches)
         own_shares: Shares = {}
@@ -135,10 +140,13 @@ class Policy:
         weight_version: int,
         check: Callable[[float], None] | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step per mini-batch and epoch. Return the actor's metrics over all of them, on every rank.
+        """Take one optimizer step per mini-batch and epoch. Return the actor's metrics over all of
+        them, on every rank.
 
-        weight_version: of the weights that this starts from, which the servers have. check: is told, before anything
-        has changed, the `mean_mismatch` of the first mini-batch, and may raise, on all ranks.
+        Args:
+            weight_version: of the initial weights, which the servers have.
+            check: gets the `mean_mismatch` of the first mini-batch before anything changes, and may
+                raise, on all ranks.
         """
         loss = replace(self._loss, weight_version=weight_version)
         replays = [chunk.router_replay for chunk in self.model.chunks if chunk.router_replay is not None]
@@ -173,7 +181,8 @@ class Policy:
         return metrics
 
     def accumulate_gradients(self, mini_batch: MiniBatch, loss: MicroBatchLoss | None = None) -> MetricSums | None:
-        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks. loss: another than the policy's.
+        """Leave the gradients of one mini-batch in main_grad, reduced over the ranks. loss: another
+        than the policy's.
 
         Returns this rank's own metric sums, on the last stage.
         """
@@ -183,8 +192,9 @@ class Policy:
         return MetricSums.merge(parts)
 
     def _router_mismatch(self, replays: Sequence[ChunkReplay]) -> float:
-        """Return in which share of all (token, layer) that were replayed since the last update began the routers would
-        have chosen other experts. Collective over all ranks, each of which has layers and tokens of its own."""
+        """Return the share of replayed (token, layer) pairs, since the start of the update, for
+        which the routers would have chosen other experts. Collective over all ranks, each with its
+        layers and tokens."""
         counts = torch.zeros(2, dtype=torch.float64, device=self._device)
         for replay in replays:
             replay.assert_recomputed()
@@ -204,13 +214,14 @@ class Policy:
 
     @staticmethod
     def metrics_of(part: MetricSums) -> dict[str, float]:
-        """Return named means and maxima. Where no token was replayed, that part is 0, not absent."""
+        """Return named means and maxima. Without replayed tokens, their part is 0, not absent."""
         return {OFF_POLICY_LOSS: 0.0, EXP_MASK_RATIO: 0.0, **part.means()}
 
     def held_out_loss(self, parts: Iterable[Sequence[MicroBatch]]) -> dict[str, float]:
-        """Return -log-prob in the mean over all counted tokens of all ranks, the same on every rank. Collective.
+        """Return the mean of -log-prob over all counted tokens of all ranks, the same on every
+        rank. Collective.
 
-        parts: this rank's micro-batches, some at a time, as many on every rank.
+        parts: this rank's micro-batches, some at a time, equally many on every rank.
         """
         sums: list[MetricSums | None] = []
         for batches in parts:
@@ -222,8 +233,8 @@ class Policy:
 
 
 def corrected(batch: MicroBatch, correction: RolloutCorrection) -> MicroBatch:
-    """Return a micro-batch that has old log-probs with what its tokens' losses are multiplied by. Sequences lie whole
-    in a micro-batch, so no rank needs anything of another."""
+    """Return a micro-batch, which has old log-probs, with its tokens' correction factors. A
+    micro-batch has whole sequences, so this needs no other rank."""
     assert batch.old_log_probs is not None, "a correction compares old log-probs with the servers'"
     answer = rollout_correction(
         batch.old_log_probs,
@@ -240,12 +251,12 @@ def with_scores(
     schedule: Schedule,
     mini_batches: Sequence[MiniBatch],
     fill: Callable[[MicroBatch, Scores], MicroBatch],
-    **asked: bool,
+    **options: bool,
 ) -> list[MiniBatch]:
-    """Return the mini-batches with their scores filled in on the last stage; one pass over all micro-batches. asked: of
-    `Schedule.scores`."""
+    """Return the mini-batches with their scores filled in on the last stage; one pass over all
+    micro-batches. options: of `Schedule.scores`."""
     flat = [batch for mini_batch in mini_batches for batch in mini_batch]
-    scores = schedule.scores(flat, **asked)
+    scores = schedule.scores(flat, **options)
     if scores is None:
         return list(mini_batches)
     filled = iter([fill(batch, score) for batch, score in zip(flat, scores, strict=True)])

@@ -1,5 +1,5 @@
-"""The reference model: frozen, built only where a KL coefficient is non-zero; with LoRA the actor without its
-adapters."""
+"""The reference model: frozen, built only for a nonzero KL coefficient; with LoRA the actor without
+its adapters."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +28,13 @@ class ActorAsReference:
         self._keeps_hidden = uses_full_kl(config)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Do as `Reference.score` does. The policy's routers, which may replay experts, choose by themselves here."""
+        """Do the same as `Reference.score`, with routers that choose freely, even if the policy's
+        replay experts."""
         free = [[replace(batch, experts=None) for batch in mini_batch] for mini_batch in mini_batches]
         with without_adapters(self._policy.model.chunks):
             scored = _with_reference(self._policy.schedule, free, keep_hidden=self._keeps_hidden)
         return [
-            [replace(batch, experts=own.experts) for batch, own in zip(*pair, strict=True)]
+            [replace(part, experts=batch.experts) for part, batch in zip(*pair, strict=True)]
             for pair in zip(scored, mini_batches, strict=True)
         ]
 
@@ -62,8 +63,11 @@ class Reference:
         self._schedule = Schedule(model, half_precision(model), rollout.temperature)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the same mini-batches with the reference's log-probs on the last stage, and, where a KL over the whole
-        vocabulary will need them, its last hidden states of the counted rows. Collective over all ranks."""
+        """Return the same mini-batches with the reference's log-probs on the last stage. Collective
+        over all ranks.
+
+        For a KL over the whole vocabulary it adds its last hidden states of the counted rows.
+        """
         return _with_reference(self._schedule, mini_batches, keep_hidden=self._keeps_hidden)
 
 
@@ -78,7 +82,8 @@ def _with_reference(schedule: Schedule, mini_batches: Sequence[MiniBatch], *, ke
 
 
 def check_vocabulary(reference: ModelSpec, actor: ModelSpec) -> None:
-    """Raise UserError where a KL over the whole vocabulary has two of them."""
+    """Raise UserError if the models of a KL over the whole vocabulary have different
+    vocabularies."""
     if reference.vocab_size != actor.vocab_size:
         raise UserError(
             f"The model of actor_rollout_ref.ref.path has a vocabulary of {reference.vocab_size}, the actor one of "

@@ -1,4 +1,5 @@
-"""The models that not every run has, beside the policy: what the loop asks of them, whether they are there or not."""
+"""The optional models beside the policy: one interface for the loop, whether they are there or
+not."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from megatron_dapo.training.policy import Policy, WeightLoader
 from megatron_dapo.training.reference import ActorAsReference, Reference
 
 Phase = Callable[[str], AbstractContextManager[None]]
-"""Counts the seconds inside as those of the phase."""
+"""Counts the seconds inside as the phase's."""
 
 
 class TimedReference:
@@ -49,7 +50,8 @@ class TimedCritic:
             return self.models[0].score(shard)
 
     def update(self, shard: StepShard) -> dict[str, float]:
-        """Take the critic's optimizer steps towards the shard's returns; return its metrics. Collective."""
+        """Take the critic's optimizer steps towards the shard's returns; return its metrics.
+        Collective."""
         with self._phase("update_critic"):
             return self.models[0].update(shard)
 
@@ -70,7 +72,7 @@ class NoCritic:
 def make_reference(
     config: Config, layout: ParallelLayout, policy: Policy, load: WeightLoader, phase: Phase
 ) -> TimedReference | NoReference:
-    """Build the reference where the config needs one. Collective over all ranks."""
+    """Build the reference if the config needs one. Collective over all ranks."""
     if not needs_reference(config):
         return NoReference()
     if actor_is_reference(config):
@@ -79,5 +81,5 @@ def make_reference(
 
 
 def make_critic(config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase) -> TimedCritic | NoCritic:
-    """Build the critic where the config needs one. Collective over all ranks."""
+    """Build the critic if the config needs one. Collective over all ranks."""
     return TimedCritic(Critic(config, layout, load), phase) if uses_critic(config) else NoCritic()

@@ -22,15 +22,17 @@ from megatron_dapo.platform import watchdog
 
 @dataclass(frozen=True)
 class Schedule:
-    """model: parts as built. stages: the same chunks as Megatron runs them (wrapped for DDP and half precision)."""
+    """Runs micro-batches through a model."""
 
     model: ModelParts
+    """Parts as built."""
     stages: Sequence[torch.nn.Module]
+    """The same chunks, wrapped for DDP and half precision."""
     temperature: float
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[Tensor] | None:
-        """Return the log-prob of every counted target, [B, S] float32 per micro-batch, on the last stage; None
-        elsewhere."""
+        """Return the log-prob of every counted target, [B, S] float32 per micro-batch, on the last
+        stage; None elsewhere."""
         scores = self.scores(batches)
         return None if scores is None else [score.log_probs for score in scores]
 
@@ -47,9 +49,9 @@ class Schedule:
 
         Args:
             batches: this rank's micro-batches.
-            full_kl: also the KL to the reference whose hidden states the batches have.
-            keep_hidden: keep the hidden states that the head met, to be such a reference.
-            record_experts: write the experts that the routers choose into the batches, on every stage.
+            full_kl: also the KL to the reference whose hidden states are in the batches.
+            keep_hidden: keep the head's input, for use as such a reference.
+            record_experts: write the routers' choice of experts into the batches, on every stage.
 
         Returns:
             One entry per micro-batch on the last stage; None elsewhere.
@@ -90,17 +92,19 @@ def run_micro_batches(
     task: Callable[[MicroBatch], ScoreTask | LossTask] | None = None,
     record_experts: bool = False,
 ) -> list:
-    """Run micro-batches through the model, forward, and backward unless forward_only. Collective over all ranks.
+    """Run micro-batches through the model, forward, and backward unless forward_only. Collective
+    over all ranks.
 
     Args:
-        stages: this rank's chunks, as Megatron runs them.
+        stages: this rank's chunks, wrapped for Megatron's schedule.
         batches: this rank's micro-batches.
-        finish: from the head's answer and the micro-batch to a result; with backward to Megatron's (summed loss, count,
-            result). The gradient, divided by the global count, is added to the parameters' main_grad.
-        forward_only: whether gradients are not wanted.
-        task: what a log-prob head is asked of a micro-batch; a critic's head is asked nothing.
-        record_experts: the routers write the experts that they choose into micro-batches that have room for them, in
-            place of taking those that are there.
+        finish: makes a result from the head's answer and the micro-batch; with backward, Megatron's
+            (summed loss, count, result). The gradient, divided by the global count, is added to the
+            parameters' main_grad.
+        forward_only: without gradients.
+        task: the log-prob head's task for a micro-batch; None for a critic.
+        record_experts: routers write their choice of experts into micro-batches with room for them,
+            and replay none.
 
     Returns:
         The results of the micro-batches in order, on the last stage; an empty list elsewhere.
@@ -114,7 +118,7 @@ def run_micro_batches(
     def forward_step(iterator: Iterator[MicroBatch], stage: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(iterator)
         watchdog.beat()
-        asked = task(batch) if task is not None and has_head and stage is stages[-1] else None
+        head_task = task(batch) if task is not None and has_head and stage is stages[-1] else None
         tokens = batch.tokens
         is_token = to_device(batch.is_token(), tokens.device) if counts_load else None
         cut = None
@@ -123,21 +127,22 @@ def run_micro_batches(
             tokens = cut.part(tokens)
             is_token = None if is_token is None else cut.part(is_token)
         packed = packed_seq_params(batch, is_cut=cut is not None)
-        own = cut.task(asked) if cut is not None and asked is not None else asked
+        rank_task = cut.task(head_task) if cut is not None and head_task is not None else head_task
         replay = dict(records=record_experts, has_backward=not forward_only)
         with router_pass(batch.experts, tokens.device, **replay) as routing:
-            answer = stage(tokens, packed_seq_params=packed, task=own, router_pass=routing, is_token=is_token)
-        # Megatron wants a tensor; what it hands to the second function is not what was answered, but of its device
+            answer = stage(tokens, packed_seq_params=packed, task=rank_task, router_pass=routing, is_token=is_token)
+        # Megatron wants a tensor; it passes another one of the same device to the second function
         output = answer if isinstance(answer, Tensor) else answer.log_probs
 
         def finished(_: Tensor, non_loss_data: bool = False) -> Any:
             if cut is None:
                 return finish(answer, batch)
-            result = finish(cut.answer(answer, asked), batch)
+            result = finish(cut.answer(answer, head_task), batch)
             if forward_only:
                 return result
-            loss_sum, count, own = result
-            return loss_sum, cut.once(count), own  # Megatron adds the counts up over these ranks as well
+            loss_sum, count, metrics = result
+            # Megatron adds the counts up over these ranks as well
+            return loss_sum, cut.once(count), metrics
 
         return output, finished
 
@@ -146,7 +151,8 @@ def run_micro_batches(
         data_iterator=[iter(batches) for _ in stages],
         model=list(stages),
         num_microbatches=len(batches),
-        seq_length=max(batch.tokens.size(1) for batch in batches),  # stages tell each other the real one
+        # stages tell each other the real one
+        seq_length=max(batch.tokens.size(1) for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -156,8 +162,10 @@ def run_micro_batches(
 def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> PackedSeqParams | None:
     """Return Megatron's description of the packing; None for a padded rectangle.
 
-    is_cut: over context-parallel ranks. The lengths are of whole segments then, too, and Transformer Engine asks for
-    those with padding besides: they are the same, since no token looks at the padding to its right.
+    Args:
+        is_cut: over context-parallel ranks. Transformer Engine then also needs the lengths of whole
+            segments with padding. They are equal, since no token attends to the padding on its
+            right.
     """
     if batch.cu_seqlens is None:
         return None

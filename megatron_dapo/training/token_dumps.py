@@ -1,4 +1,4 @@
-"""Writes what the trainer knows of the tokens of the responses that people look at: rollouts/step_NNNNNN.npz."""
+"""Writes the trainer's values per token of dumped responses: rollouts/step_NNNNNN.npz."""
 
 import logging
 import math
@@ -22,12 +22,13 @@ from megatron_dapo.storage.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 Values = dict[int, dict[str, np.ndarray]]
-"""sample_id -> "advantages" and, where they were computed, "log_prob_diffs" of its tokens but the last, prompt first.
-"""
+"""sample_id -> "advantages" and, if computed, "log_prob_diffs" of its tokens but the last, prompt
+first."""
 
 
 class TokenDumps:
-    """The files of a run. Collective over all ranks: those that compute the loss send their part to rank 0."""
+    """The files of a run. Collective over all ranks: those that compute the loss send their part to
+    rank 0."""
 
     def __init__(self, config: Config, layout: ParallelLayout, run: RunFolder) -> None:
         self._config = config
@@ -39,21 +40,22 @@ class TokenDumps:
         self._senders = [rank for rank, known in enumerate(layout.gather(knows)) if known] if self._num_groups else []
 
     def write(self, step: int, groups: Sequence[Group] | None, mini_batches: Sequence[Sequence[MicroBatch]]) -> None:
-        """Write the file of a step. groups: all of the step, on rank 0. mini_batches: with log-probs and advantages."""
+        """Write the file of a step. groups: all of the step, on rank 0. mini_batches: with
+        log-probs and advantages."""
         if not self._senders:
             return
-        own: Values = {}
+        local_values: Values = {}
         if self._layout.rank in self._senders:
             num_samples = self._num_groups * self._config.actor_rollout_ref.rollout.n
-            own = values_of(chain.from_iterable(mini_batches), num_samples)
-        parts = self._layout.collect(flat_pickle(own), self._senders)
+            local_values = values_of(chain.from_iterable(mini_batches), num_samples)
+        parts = self._layout.collect(flat_pickle(local_values), self._senders)
         if groups is None:
             return
         values = {sample: known for part in parts for sample, known in from_flat_pickle(part).items()}
         samples = [sample for group in groups[: self._num_groups] for sample in group.samples]
         try:
             self._dump(samples, values).write(self._run.rollout_tokens(step))
-        except OSError as error:  # no run ends for what people may read
+        except OSError as error:  # a dump for people must not end the run
             log.warning("the tokens of step %d cannot be written (%s)", step, error)
 
     def _dump(self, samples: Sequence[Sample], values: Values) -> TokenDump:
@@ -65,8 +67,8 @@ class TokenDumps:
 
 
 def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
-    """Return what is known of the tokens of the samples whose sample_id is below num_samples; NaN of those that the
-    loss does not count."""
+    """Return the values per token of the samples with a sample_id below num_samples; NaN for
+    uncounted tokens."""
     values: Values = {}
     for batch in batches:
         if min(batch.sample_ids, default=num_samples) >= num_samples:
@@ -75,7 +77,8 @@ def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
         if batch.old_log_probs is not None:
             tensors["log_prob_diffs"] = batch.old_log_probs.float() - batch.rollout_log_probs
         for name, tensor in tensors.items():
-            known = tensor.detach().masked_fill(batch.loss_mask == 0, math.nan)  # scoring leaves 0 where nothing counts
+            # scoring leaves 0 at uncounted tokens
+            known = tensor.detach().masked_fill(batch.loss_mask == 0, math.nan)
             for sample, rows in batch.by_sample(known.cpu()).items():
                 if sample < num_samples:
                     values.setdefault(sample, {})[name] = rows[:-1].half().numpy()
@@ -83,7 +86,8 @@ def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
 
 
 def _response(sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what is known of a response's tokens. An environment's tokens have neither advantage nor difference."""
+    """Return a response's values per token. An environment's tokens have neither advantage nor
+    difference."""
     unknown = np.full(sample.num_response_tokens, np.nan, dtype=np.float32)
     response = {
         "tokens": sample.response_tokens,

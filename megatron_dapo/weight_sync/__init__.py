@@ -1,1 +1,2 @@
-"""Trainer to servers: the weights of every pipeline stage, over a process group that it shares with all servers."""
+"""Trainer to servers: the weights of every pipeline stage, over a process group that it shares with
+all servers."""

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """Return this machine's address as the servers see it: that of the interface which routes to the first distant
-    server, or loopback where there is none."""
+    """Return this machine's address on the interface towards the first distant server, or loopback
+    if there is none."""
     for url in urls:
         parts = urlsplit(url)
         address = local_address_towards(parts.hostname or "", parts.port or 80)
@@ -35,7 +35,7 @@ def address_towards(urls: Sequence[str]) -> str:
 
 
 class _Backend(Protocol):
-    """What is used of torch's backends, whose stubs do not name it."""
+    """The methods used of torch's backends, whose stubs do not name them."""
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
     def abort(self) -> None: ...
@@ -43,7 +43,7 @@ class _Backend(Protocol):
 
 @dataclass(frozen=True)
 class _Task:
-    """What the backend is to send, and what tells that it has."""
+    """A task of the backend, with the future of its end."""
 
     done: Future[None]
     send: Callable[[_Backend], None]
@@ -52,25 +52,27 @@ class _Task:
         try:
             self.send(backend)
         except Exception as error:
-            # without the traceback, whose frames hold the backend: its connections close when nothing does
+            # without the traceback, whose frames keep the backend and its connections alive
             self.done.set_exception(error.with_traceback(None))
         else:
             self.done.set_result(None)
 
 
 class BroadcastGroup:
-    """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous; `ready` tells its end.
+    """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous;
+    `ready` tells its end.
 
-    torch offers no public call that makes a group with processes outside the job: `new_group` takes ranks of the job,
-    `init_process_group` one job per process. SGLang uses the private helper behind them. Here the backend classes are
-    constructed instead, on the store keys which that helper uses: they are public, enter no global table that would
-    outlive a dead server, and can be given up one by one.
+    torch has no public call for a group with processes outside the job: `new_group` takes ranks of
+    the job, `init_process_group` one job per process. SGLang uses the private helper behind them.
+    Here the backend classes are constructed directly, on that helper's store keys: they are public,
+    enter no global table that would outlive a dead server, and can be given up one by one.
 
-    The backend lives in a thread of its own, since joining, a broadcast over NCCL and a gloo broadcast to a frozen
-    peer all block in C++ until their time-out. The caller waits on futures and can give up at its own deadline.
+    The backend runs in a separate thread, since joining, a broadcast over NCCL and a gloo broadcast
+    to a frozen peer all block in C++ until their time-out. The caller waits on futures and can give
+    up at its own deadline.
 
-    torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, as it does where a
-    server dies: this group has none, and an error is the future's.
+    torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, for
+    example at a server's death. This group has no watchdog; its futures carry the errors.
     """
 
     def __init__(self, name: str, address: str, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -82,11 +84,12 @@ class BroadcastGroup:
         self._device = device
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._nccl: _Backend | None = None  # once joined
-        self._stream: torch.cuda.Stream  # of NCCL alone, once joined
+        self._stream: torch.cuda.Stream  # NCCL only, once joined
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.port = listener.getsockname()[1]
         limit = timedelta(seconds=timeout_s)
-        # our own end is a client, as the servers' are: all waits end at once when `close` drops this only reference
+        # our own end is a client, as the servers' are: all waits end at once when `close` drops
+        # this only reference
         self._rendezvous: dist.TCPStore | None = dist.TCPStore(
             address,
             self.port,
@@ -98,7 +101,8 @@ class BroadcastGroup:
         threading.Thread(target=self._run, args=(timeout_s,), name=f"weight-sync-{name}", daemon=True).start()
 
     def broadcast(self, tensors: Sequence[Tensor], timeout_s: float) -> Future[None]:
-        """Send the tensors to all ranks, in order. The tensors must stay as they are until the future is done."""
+        """Send the tensors to all ranks, in order. The tensors must stay as they are until the
+        future is done."""
         done: Future[None] = Future()
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -115,7 +119,7 @@ class BroadcastGroup:
         produced.record()
 
         def send_on_own_stream(backend: _Backend) -> None:
-            # a stream of its own never holds up the caller's, which goes on gathering
+            # a separate stream never holds up the caller's, which continues gathering
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(produced)
                 for work in [backend.broadcast([tensor], options) for tensor in tensors]:
@@ -125,15 +129,18 @@ class BroadcastGroup:
         return done
 
     def close(self) -> None:
-        """Leave the group; returns at once. Who still waits for others to join, servers too, waits no more. A broadcast
-        under way is aborted (NCCL) or ends by its time-out (gloo); then the connections close, which frees servers
-        that wait for the rest. Broadcasts that wait for it are not begun: their futures are cancelled."""
+        """Leave the group; return at once.
+
+        Pending rendezvous end, for servers too. A running broadcast is aborted (NCCL) or ends by
+        its time-out (gloo); then the connections close, which frees servers that wait for the rest.
+        Futures of later broadcasts are cancelled.
+        """
         self._rendezvous = None
         with suppress(queue.Empty):
             while (task := self._tasks.get_nowait()) is not None:
                 task.done.cancel()
         if self._nccl is not None:
-            # waits for the end of what is under way, for as long as a broadcast may take
+            # waits for the running broadcast, as long as that may take
             threading.Thread(target=_abort, args=(self._nccl,), name=f"leave-{self.name}", daemon=True).start()
             self._nccl = None
         self._tasks.put(None)
@@ -153,7 +160,8 @@ class BroadcastGroup:
             task.run(backend)
 
     def _join(self, store: dist.Store, timeout_s: float) -> _Backend:
-        # the keys of torch's helper: the caller's prefix (SGLang's is the group's name), the name, the device type
+        # the keys of torch's helper: the caller's prefix (SGLang's is the group's name), the name,
+        # the device type
         device_type = {"nccl": "cuda", "gloo": "cpu"}[self.backend]
         for prefix in (self.name, f"{self.name}/", f"{device_type}/"):
             store = dist.PrefixStore(prefix, store)
@@ -171,5 +179,5 @@ class BroadcastGroup:
 def _abort(backend: _Backend) -> None:
     try:
         backend.abort()
-    except Exception as error:  # nobody waits for it
+    except Exception as error:  # in the background
         log.info("weight sync: a group of NCCL did not end in order: %s", error)

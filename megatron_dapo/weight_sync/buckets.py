@@ -1,4 +1,4 @@
-"""Which tensors travel together: the buckets of one pipeline stage, the same on all its ranks."""
+"""Plans the buckets of one pipeline stage, the same on all its ranks."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_dapo.common.sizes import MIB
 from megatron_dapo.models.safetensors_files import TensorSpec
 
-# On CPU a large flat buffer costs more in page faults and copies than it saves in messages: one of 538 MB took 10 s,
-# the same tensors one by one 1.0 s. So only small tensors are flattened there, into buckets of at most this size.
+# On CPU a large flat buffer costs more in page faults and copies than it saves in messages: one of
+# 538 MB took 10 s, the same tensors one by one 1.0 s. So only small tensors are flattened there,
+# into buckets of at most this size.
 CPU_BUCKET_BYTES = 64 * MIB
 CPU_FLAT_TENSOR_BYTES = 1 * MIB
 
@@ -34,7 +35,8 @@ def num_bytes(spec: TensorSpec) -> int:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors of one update call. flat: sent as one buffer, tensor after tensor; otherwise one broadcast per tensor."""
+    """Tensors of one update call. flat: sent as one buffer, tensor after tensor; otherwise one
+    broadcast per tensor."""
 
     specs: tuple[TensorSpec, ...]
     flat: bool
@@ -78,17 +80,19 @@ class Plan:
         return [name for bucket in self.buckets for name in bucket.names]
 
     def digest(self) -> str:
-        """Return a text that is equal exactly where buckets, tensors, shapes, dtypes and their order are equal."""
+        """Return a text that identifies the buckets, tensors, shapes and dtypes with their
+        order."""
         rows = [(bucket.flat, bucket.names, bucket.dtypes, bucket.shapes) for bucket in self.buckets]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_bytes: int) -> Plan:
-    """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a single larger tensor.
+    """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a
+    single larger tensor.
 
-    Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, because the server cuts the
-    buffer at offsets that must be multiples of the item size; otherwise the order is that of specs. Tensors that go
-    together (`TensorSpec.with_previous`), which are of one dtype, count as one in all of this.
+    Tensors of at most flat_tensor_bytes share flat buckets, with wide dtypes first: the server cuts
+    the buffer at offsets that must be multiples of the item size. Otherwise the order is that of
+    specs. Linked tensors (`TensorSpec.with_previous`), which have one dtype, count as one.
     """
     flat_limit = min(flat_tensor_bytes, bucket_bytes)
     units = _units(specs)
@@ -112,7 +116,7 @@ def plan_for(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: 
 
 
 def _units(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Return the tensors in their order, those that go together in one list."""
+    """Return the tensors in their order, linked ones in one list."""
     units: list[list[TensorSpec]] = []
     for spec in specs:
         if spec.with_previous:

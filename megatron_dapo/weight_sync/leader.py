@@ -1,4 +1,4 @@
-"""What rank 0 does with the servers in a push: pause them, see who came through, let them go on."""
+"""Rank 0's work with the servers in a push: pause them, verify them, resume them."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,26 +22,31 @@ from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 log = logging.getLogger(__name__)
 
 CLEANUP_SHARE = 0.4
-"""Of the reserve (see `sync.RESERVE_S`): for letting the surviving servers go on after a failure."""
+"""Of the reserve (see `sync.RESERVE_S`): for letting the surviving servers go on after a
+failure."""
 
 LAST_SHARE = 0.2
-"""Of the reserve: what servers get at least to close their sessions, to be compared and to go on, when sending took all
-the time. Three of these, or one and the probe, end where CLEANUP_SHARE begins."""
+"""Of the reserve: the least time for servers to close their sessions, to be compared and to resume,
+after sending took all the time. Three of these, or one and the probe, end at the start of
+CLEANUP_SHARE."""
 
 ENTER_S = 20.0
-"""Who has not paused and opened a session by then is left out of a push. At most a quarter of the deadline."""
+"""Who has not paused and opened a session by then is left out of a push. At most a quarter of the
+deadline."""
 
 MIN_REPEAT_S = 1.0
 """A push that has less time left is not repeated."""
 
 
 class ServerLeader:
-    """The servers as rank 0 leads them; the other ranks have one too, whose methods the agreement does not call.
+    """The servers as rank 0 leads them; other ranks have an unused one.
 
-    urls: of the servers there are now. reserve_s: the end of the deadline that is kept for a failure. pause_mode: as in
-    the config.
-    report_unresponsive: called with the servers (URL -> why) that were left out: they may be stuck for long, over NCCL
-    as members of a group in which another one died.
+    Args:
+        urls: of the current servers.
+        reserve_s: the end of the deadline, kept for failures.
+        report_unresponsive: called with the servers left out (URL -> why). They may be stuck for
+            long, over NCCL as members of a dead server's group.
+        pause_mode: as in the config.
     """
 
     def __init__(
@@ -60,17 +65,18 @@ class ServerLeader:
         self._report_unresponsive = report_unresponsive
         self._pause_mode = pause_mode
         self._members: dict[str, ServerMember] = {}  # of this push
-        self._known: dict[str, ServerMember] = {}  # that confirmed a push, with what they held then
-        self._resuming: dict[str, Call] = {}  # servers that are told to go on while nobody waits
+        # servers that confirmed a push, with their version then
+        self._known: dict[str, ServerMember] = {}
+        self._resuming: dict[str, Call] = {}  # servers to resume in the background
 
     def pause(self, lost: Sequence[str], deadline: Deadline) -> dict[str, ServerMember]:
-        """Pause the servers there are, but for those that were lost in this push, and open a session on each; return,
-        by URL, those that did so in time."""
+        """Pause the current servers, except those lost in this push, and open a session on each;
+        return the ready ones by URL."""
         urls = [url for url in self._urls() if url not in lost]
         for url in urls:
             call = self._resuming.pop(url, None)
             if call is not None:
-                call.answer.cancel()  # it would close the session that is opened now
+                call.answer.cancel()  # it would close the new session
         members, failures = self._calls.ask(
             urls, partial(pause, mode=self._pause_mode, known=self._known), min(self._enter_s, deadline.left())
         )
@@ -79,13 +85,16 @@ class ServerLeader:
         return self._members
 
     def recover(self, urls: Sequence[str], failure: str, deadline: Deadline) -> tuple[list[str], bool]:
-        """Close the sessions after a failed attempt with these servers. Return which of them do not come back, and
-        whether time is left for another attempt. Raise WeightSyncError where no lost server explains the failure, or
-        where no time is left for those that were not lost.
+        """Close the sessions after a failed attempt with these servers; return the lost ones, and
+        whether time is left for another attempt.
 
-        The others stay paused: they have some of the weights, and what they wrote before the next attempt would make
-        whole answers useless. A server that was started again has no session, so the call fails, as it does for a
-        server that is gone.
+        The others stay paused: they have some of the weights, and tokens written before the next
+        attempt would make whole answers useless. A restarted server has no session, so the call
+        fails, as it does for a dead server.
+
+        Raises:
+            WeightSyncError: if no lost server explains the failure, or if no time is left for the
+                remaining ones.
         """
         limit_s = min(CLEANUP_SHARE * self._reserve_s, self._at_least(deadline.left()))
         _, failures = self._calls.ask(urls, lambda server: server.end_weight_update(), limit_s)
@@ -98,8 +107,8 @@ class ServerLeader:
         return list(failures), may_repeat
 
     def commit(self, version: int, urls: Sequence[str], deadline: Deadline) -> list[str]:
-        """Close the sessions and read the version back; return the servers that answer. The others bear the version
-        too, and are told to go on."""
+        """Close the sessions and read the version back; return the servers that answer. The others
+        have the version too, and are told to resume."""
 
         async def close_session(server: ServerControl) -> str:
             await server.end_weight_update()
@@ -114,7 +123,8 @@ class ServerLeader:
         return list(versions)
 
     def checksums(self, urls: Sequence[str], deadline: Deadline) -> dict[str, Sequence[dict[str, str]]]:
-        """Return, by URL, the checksums of every parameter on each of a server's tensor-parallel ranks."""
+        """Return, by URL, the checksums of every parameter on each of a server's tensor-parallel
+        ranks."""
         limit_s = self._at_least(deadline.left() / 2)
         sums, failures = self._calls.ask(urls, lambda server: server.checksums(), limit_s)
         _warn("verify", failures)
@@ -126,7 +136,7 @@ class ServerLeader:
         self._leave_out("resume", failures)
 
     def give_up(self) -> None:
-        """Have the servers there are go on after a failed push; what cannot be reached stays as it is."""
+        """Resume the current servers after a failed push; unreachable ones stay as they are."""
         _, failures = self._calls.ask(self._urls(), resume, CLEANUP_SHARE * self._reserve_s)
         self._report_unresponsive(failures)
 
@@ -135,13 +145,13 @@ class ServerLeader:
         self._resume_meanwhile(failures)
 
     def _resume_meanwhile(self, failures: dict[str, str]) -> None:
-        """Report these servers as unresponsive and tell them to go on; return at once. The next push stops what is
-        still under way then."""
+        """Report these servers as unresponsive and have them resume; return at once. The next push
+        cancels unfinished calls."""
         self._report_unresponsive(failures)
         self._resuming |= {call.url: call for call in self._calls.start(failures, resume, BACKGROUND_S)}
 
     def _at_least(self, limit_s: float) -> float:
-        """Return a time limit that is never so short that no server could keep it: the reserve gives what lacks."""
+        """Return a time limit that a server can meet: the reserve adds to a short one."""
         return max(limit_s, LAST_SHARE * self._reserve_s)
 
 

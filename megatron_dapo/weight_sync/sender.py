@@ -1,4 +1,5 @@
-"""What a stage's source rank does: form a group with the servers, and send buckets while watching both ends."""
+"""The work of a stage's source rank: form a group with the servers, and send buckets while watching
+both ends."""
 
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Container, Mapping, Sequence
@@ -24,13 +25,14 @@ from megatron_dapo.weight_sync.servers import (
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 BUCKETS_IN_FLIGHT = 2
-"""Buckets that are sent and not yet answered. One is received while the servers have the next one's request; a third
-would need one more buffer and wait for the same connection."""
+"""Buckets sent and not yet answered. One is received while the servers have the next one's request;
+a third would need one more buffer and wait for the same connection."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One bucket, or the rendezvous, under way: the servers' answers and the trainer's end of the collective."""
+    """One bucket, or the rendezvous, under way: the servers' answers and the trainer's end of the
+    collective."""
 
     what: str
     calls: Sequence[Call]
@@ -41,17 +43,17 @@ class Transfer:
         return [self.collective, *(call.answer for call in self.calls)]
 
     def refused(self) -> dict[str, str]:
-        """Return, by URL, why the call failed, for the servers whose call has failed."""
+        """Return the failed servers by URL, with the error of the call."""
         ended = ((call.url, call.answer.exception()) for call in self.calls if call.answer.done())
         return {url: reason(error) for url, error in ended if error is not None}
 
     def silent(self) -> dict[str, str]:
-        """Return, by URL, what is wrong, for the servers that have not answered."""
+        """Return the servers without an answer by URL, with a phrase for the error."""
         return {call.url: "no answer to the request" for call in self.calls if not call.answer.done()}
 
 
 class Sender:
-    """Owns the group of one stage and the flat buffers, which buckets take in turn."""
+    """Owns the group of one stage and the flat buffers, which buckets use in turn."""
 
     def __init__(
         self,
@@ -62,8 +64,12 @@ class Sender:
         probe_s: float = PROBE_S,
         flushes: bool = True,
     ) -> None:
-        """Allocate the flat buffers. `probe_s` is how many seconds a server may take after a failure to say that it
-        is alive. `flushes`: servers empty their caches, which needs that no request holds a part of them."""
+        """Allocate the flat buffers.
+
+        Args:
+            probe_s: seconds for a server to prove that it is alive after a failure.
+            flushes: whether servers empty their caches, which requires that no request uses them.
+        """
         self._stage = stage
         self._calls = calls
         self._device = device
@@ -74,8 +80,9 @@ class Sender:
         ]
         self._group: BroadcastGroup | None = None
         self._members: tuple[str, ...] = ()
-        self._abandoned: dict[str, set[str]] = {}  # name of a group -> the servers that may still hold it
-        self._requests: list[Call] = []  # of the buckets that are under way
+        # name of a group -> the servers that may still hold it
+        self._abandoned: dict[str, set[str]] = {}
+        self._requests: list[Call] = []  # of the buckets under way
 
     def join(self, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
@@ -85,7 +92,7 @@ class Sender:
         for url, size in server_sizes.items():
             first_ranks[url] = world_size
             world_size += size
-        # a name of its own: a server may still hold the group of a run that died
+        # a unique name: a server may still hold the group of a dead run
         name = f"weights-{self._stage}-{uuid.uuid4().hex[:8]}"
         self._members = tuple(server_sizes)
         self._group = group = BroadcastGroup(
@@ -106,7 +113,7 @@ class Sender:
         self.settle(Transfer(f"join (stage {self._stage})", calls, group.ready), deadline)
 
     def leave(self, living: Container[str]) -> None:
-        """Give the group up, if there is one; of its servers those that live forget it."""
+        """Give the group up, if there is one; its living servers forget it later."""
         if self._group is None:
             return
         group = self._group
@@ -120,24 +127,28 @@ class Sender:
         self.leave(self._members)
 
     def abandon(self) -> None:
-        """Give the group up after a failure: returns at once. Its servers hold it until `forget`."""
+        """Give the group up after a failure: returns at once. Its servers hold it until
+        `forget`."""
         if self._group is not None:
             self._group.close()
             self._abandoned[self._group.name] = set(self._members)
             self._group = None
 
     def forget(self, living: Collection[str]) -> None:
-        """Have these servers destroy the abandoned groups that they were in; returns at once. Meant for the end of a
-        push: before, it could hold up a server that still struggles with such a group. A server that never had it
-        refuses, which changes nothing."""
+        """Have these servers destroy abandoned groups; return at once.
+
+        For the end of a push: earlier, it could hold up a server that still struggles with such a
+        group. A server without the group refuses, which is harmless.
+        """
         for name, members in self._abandoned.items():
-            asked = members.intersection(living)
-            members -= asked
-            self._calls.start(asked, _destroy(name), BACKGROUND_S)
+            reachable = members.intersection(living)
+            members -= reachable
+            self._calls.start(reachable, _destroy(name), BACKGROUND_S)
         self._abandoned = {name: members for name, members in self._abandoned.items() if members}
 
     def pack(self, index: int, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is broadcast for bucket number `index`: its flat buffer, or its tensors one by one."""
+        """Return the tensors to broadcast for bucket number `index`: its flat buffer, or its
+        tensors one by one."""
         for spec, tensor in zip(bucket.specs, tensors, strict=True):
             if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype:
                 raise WeightSyncError(f"{spec.name}: gathered {tuple(tensor.shape)} {tensor.dtype}, planned {spec}")
@@ -154,9 +165,12 @@ class Sender:
     def start(
         self, what: str, bucket: Bucket, payload: Sequence[Tensor], version: int, last: bool, deadline: Deadline
     ) -> Transfer:
-        """Begin to send a bucket, while those before it may be under way: the servers take up the requests of one
-        after the other, in the order of the calls. With the last bucket they flush their caches and take the version.
-        Until then they bear UNFINISHED_VERSION: neither the new version nor the old one is true of what they hold."""
+        """Begin to send a bucket, possibly while earlier ones are under way: the servers process
+        their requests in order.
+
+        With the last bucket they flush their caches and take the version. Until then they report
+        UNFINISHED_VERSION, since they hold neither the old nor the new weights.
+        """
         assert self._group is not None
         name = self._group.name
 
@@ -176,27 +190,30 @@ class Sender:
         return Transfer(what, calls, self._group.broadcast(payload, deadline.left()))
 
     def settle(self, transfer: Transfer, deadline: Deadline) -> None:
-        """Wait until every server has answered and the collective is through. Raises WeightSyncError naming the servers
-        that are gone, or those that refused or did not answer in time."""
+        """Wait until every server has answered and the collective is through. Raises
+        WeightSyncError naming the dead servers, or those that refused or did not answer in time."""
         pending = wait(transfer.futures, timeout=deadline.left(), return_when=FIRST_EXCEPTION).not_done
         if not pending and all(future.exception() is None for future in transfer.futures):
             return
-        # read before requests are withdrawn and the group goes: both make healthy servers' calls fail too
+        # read before requests are withdrawn and the group goes: both make healthy servers' calls
+        # fail too
         refused = transfer.refused()
         silent = transfer.silent()
         collective = transfer.collective
         error = collective.exception() if collective.done() else None
         collective_error = "none" if error is None else reason(error)
-        self._withdraw_requests()  # first: a server that the end of the group frees would begin with the next bucket
+        # first: a server that the end of the group frees would begin with the next bucket
+        self._withdraw_requests()
         self.abandon()
         _, gone = self._calls.ask(self._members, lambda server: server.weight_version(), self._probe_s)
-        # whoever refused ended the wait; the healthy ones were in the collective with it, and silent too
+        # the refusing server ended the wait; healthy ones were in the collective with it, and
+        # silent too
         named = culprits(gone or refused or silent) or "no server names an error"
         raise WeightSyncError(f"{transfer.what}: {named} (error of the collective: {collective_error})")
 
     def _withdraw_requests(self) -> None:
-        """Give up the requests that are under way: one that a server has not begun with would meet a group that is
-        broken, in the session of the next attempt."""
+        """Cancel the requests under way. A server that has not begun one would otherwise meet a
+        broken group, in the session of the next attempt."""
         for call in self._requests:
             call.answer.cancel()
         self._requests = []

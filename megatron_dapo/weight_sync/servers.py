@@ -1,4 +1,5 @@
-"""Talking to several servers at once, from a thread of its own, so that transfers go on while the trainer gathers."""
+"""Calls several servers at once, from a separate thread, so that transfers continue while the
+trainer gathers."""
 
 import asyncio
 import logging
@@ -18,18 +19,20 @@ PROBE_S = 2.0
 """How long a server may take to say that it is alive, once something went wrong."""
 
 BACKGROUND_S = 60.0
-"""How long a call may take that nobody waits for."""
+"""Time limit of a call in the background."""
 
 FINISH_BATCH_S = 1.0
-"""How long a server that is paused in place has for the batch that is on its GPU: SGLang does not wait for it before it
-takes weights. At least as long as one piece of a prefill takes."""
+"""Time for a server paused in place to finish the batch on its GPU: SGLang does not wait for it
+before it takes weights. At least as long as one chunk of a prefill."""
 
 UNFINISHED_VERSION = -1
-"""What a server bears between the first bucket of a push and the last: should it go on, no token of it is taken."""
+"""The servers' version between the first bucket of a push and the last. No token with this version
+is accepted."""
 
 
 class ServerControl(Protocol):
-    """The administrative calls of one server. Every call raises when the server refuses or does not answer."""
+    """The administrative calls of one server. Every call raises when the server refuses or does not
+    answer."""
 
     url: str
 
@@ -40,7 +43,8 @@ class ServerControl(Protocol):
     async def end_weight_update(self) -> None: ...
     async def weight_version(self) -> int | str: ...
     async def checksums(self) -> Sequence[dict[str, str]]:
-        """Return, for each tensor-parallel rank of the server in rank order, its checksums by parameter name."""
+        """Return, for each tensor-parallel rank of the server in rank order, its checksums by
+        parameter name."""
         ...
 
     async def init_weights_update_group(
@@ -86,12 +90,12 @@ def reason(error: BaseException) -> str:
 
 
 def culprits(why: Mapping[str, str]) -> str:
-    """Return the servers by URL, each with what is wrong with it."""
+    """Return the servers by URL, each with its fault."""
     return "; ".join(text if url in text else f"server {url}: {text}" for url, text in why.items())
 
 
 class _Servers(dict[str, ServerControl]):
-    """URL -> how the server there is asked, connected to when it is looked up first."""
+    """URL -> client of the server, made at its first use."""
 
     def __init__(self, connect: Callable[[str], ServerControl]) -> None:
         super().__init__()
@@ -106,8 +110,8 @@ class ServerCalls:
     """Calls to servers, by their URLs, run by an event loop in a background thread."""
 
     def __init__(self, connect: Callable[[str], ServerControl]) -> None:
-        """Prepare the calls. `connect` takes a URL and returns the means to ask the server there; it is called once per
-        URL. The thread starts with the first call."""
+        """Prepare the calls. `connect` takes a URL and returns the means to ask the server there;
+        it is called once per URL. The thread starts with the first call."""
         self._servers = _Servers(connect)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weight-sync-http", daemon=True)
@@ -127,7 +131,7 @@ class ServerCalls:
     def ask(
         self, urls: Iterable[str], call: Callable[[ServerControl], Awaitable[Result]], timeout_s: float
     ) -> tuple[dict[str, Result], dict[str, str]]:
-        """Return URL -> answer of the servers that gave one within timeout_s, and URL -> why not of the others. Raises
+        """Return URL -> answer of the servers in time, and URL -> error of the others. Raises
         nothing."""
         answers: dict[str, Result] = {}
         failures: dict[str, str] = {}
@@ -140,7 +144,7 @@ class ServerCalls:
         return answers, failures
 
     def close(self) -> None:
-        """End what is under way, the servers' connections and the thread."""
+        """End running calls, the servers' connections and the thread."""
         if self._thread.ident is None:
             return
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(PROBE_S)
@@ -151,19 +155,19 @@ class ServerCalls:
 
 @dataclass(frozen=True)
 class ServerMember:
-    """A server that takes part in a push. version: what it holds; size: its tensor-parallel ranks."""
+    """A server in a push. version: of its weights; size: its tensor-parallel ranks."""
 
     version: str
     size: int
 
 
 async def pause(server: ServerControl, mode: PauseMode, known: Mapping[str, ServerMember]) -> ServerMember:
-    """Have the server pause and open an update session; return what it holds.
+    """Have the server pause and open an update session; return its version and size.
 
     Args:
         mode: `weight_sync.pause_mode`.
-        known: URL -> what the server there held after the last push. One that still holds it was not started again, and
-            has the size that it had: it is not asked, since SGLang takes long to tell all that it says of itself.
+        known: URL -> the server after the last push. With an unchanged version it was not
+            restarted, and its size is reused: SGLang takes long to answer `server_info`.
     """
     version = str(await server.weight_version())
     member = known.get(server.url)
@@ -175,7 +179,8 @@ async def pause(server: ServerControl, mode: PauseMode, known: Mapping[str, Serv
         await asyncio.sleep(FINISH_BATCH_S)
     try:
         await server.begin_weight_update()
-    except Exception:  # a refusal has the client's own type; had it another reason, the calls below meet it again
+    except Exception:
+        # a refusal has the client's own type; had it another reason, the calls below meet it again
         await server.end_weight_update()  # that of a trainer that died
         await server.begin_weight_update()
     return member

@@ -1,4 +1,5 @@
-"""What a rank does for its pipeline stage in a push: send its weights, help to gather them, or nothing."""
+"""A rank's work for its pipeline stage in a push: send its weights, help to gather them, or
+nothing."""
 
 import random
 import time
@@ -40,7 +41,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StageTotals:
-    """What a stage has sent. seconds: of gathering and of sending."""
+    """A stage's transfer. seconds: of gathering and of sending."""
 
     seconds: dict[str, float]
     num_bytes: int
@@ -49,20 +50,21 @@ class StageTotals:
 
 
 class StageRole(Protocol):
-    """A rank's part in the pushes of its stage. `stage`: whose turn it is; on ranks of other stages a call does
-    nothing. Those with a stage, and `compare`, are collective over the ranks that gather."""
+    """A rank's part in the pushes of its stage. stage: the current one; calls on other stages'
+    ranks do nothing. Methods with a stage, and `compare`, are collective over the gathering ranks.
+    """
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         """Form a new group with these servers. server_sizes: URL -> tensor-parallel ranks."""
         ...
 
     def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
-        """Send all weights of the stage; return what was sent, on its source rank."""
+        """Send all weights of the stage; return the totals on its source rank."""
         ...
 
     def compare(self, version: int, sums: Checksums) -> int:
-        """Compare this stage's share of a sample of parameters with the servers'; return how many, on the source rank.
-        Raises WeightSyncError naming those that differ."""
+        """Compare this stage's share of a sample of parameters with the servers'; return their
+        number, on the source rank. Raises WeightSyncError naming the parameters that differ."""
         ...
 
     def drop_group(self) -> None:
@@ -77,7 +79,7 @@ class StageRole(Protocol):
 
 
 class Bystander:
-    """The role of a rank whose slices another one has too."""
+    """The role of a rank whose slices another rank has too."""
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         pass
@@ -120,7 +122,8 @@ class Gatherer(Bystander):
         return 0
 
     def _samples(self, version: int) -> Iterator[tuple[str, Sequence[TensorSpec], list[Tensor] | None]]:
-        """Gather a sample of the servers' parameters, the same on all ranks: name, its tensors here, their values."""
+        """Gather a sample of the servers' parameters, the same on all ranks: name, its tensors
+        here, their values."""
         parameters = server_parameters(self._source.specs())
         number = min(self._num_compared, len(parameters))
         for name in random.Random(version).sample(sorted(parameters), number):
@@ -129,9 +132,9 @@ class Gatherer(Bystander):
 
 
 class StageSource(Gatherer):
-    """The role of the rank that has the stage's weights whole, once they are gathered, and sends them.
+    """The role of the rank that holds the stage's gathered weights, and sends them.
 
-    num_kv_heads: of the model, needed to compare where a server has more tensor-parallel ranks than that.
+    num_kv_heads: of the model, for comparison with servers of more tensor-parallel ranks than that.
     """
 
     def __init__(
@@ -154,17 +157,19 @@ class StageSource(Gatherer):
             self._sender.join(server_sizes, deadline)
 
     def send(self, stage: int, version: int, deadline: Deadline) -> StageTotals | None:
-        """Gather, copy and announce the next bucket while one is broadcast.
+        """Gather, copy and announce the next bucket during the broadcast of the current one.
 
-        Two buckets are in flight (BUCKETS_IN_FLIGHT): the group begins with the next broadcast where the last one ends,
-        without the servers' answers. This is sound because no server takes part in the broadcasts in another order.
-        SGLang's handler of a request receives and loads its bucket before it answers; it holds a lock meanwhile, and
-        its scheduler has one thread. It takes up the requests as they arrive, and they arrive in order because each
-        server gets them over one connection (RequestPipeline). That a broadcast has ended on this side would not tell
-        that all servers have begun with it: other servers forward it, and NCCL has buffers.
+        Two buckets are in flight (BUCKETS_IN_FLIGHT): the group begins the next broadcast right
+        after the last one, without the servers' answers. This is sound because every server takes
+        part in the broadcasts in the same order. SGLang's handler of a request receives and loads
+        its bucket before it answers; it holds a lock meanwhile, and its scheduler has one thread.
+        Requests arrive in order, because each server gets them over one connection
+        (RequestPipeline), and are taken up in that order. The end of a broadcast on this side would
+        not prove that all servers have begun it: other servers forward it, and NCCL has buffers.
 
-        The last bucket waits for the answers to all others. It brings the version, which no server may take that
-        refused a bucket: it would receive this one's bytes for the next.
+        The last bucket waits for the answers to all others. It brings the version, which a server
+        that refused a bucket must not take: that server would receive this one's bytes for the
+        next.
         """
         if stage != self._stage:
             return None
@@ -197,7 +202,8 @@ class StageSource(Gatherer):
         return StageTotals(watch.seconds, self._plan.num_bytes, self._plan.num_tensors, num_buckets)
 
     def _settle(self, in_flight: deque[Transfer], num_left: int, deadline: Deadline) -> None:
-        """Wait until all but the last num_left of these buckets have arrived, and take the others out."""
+        """Wait until all but the last num_left of these buckets have arrived, and take the others
+        out."""
         while len(in_flight) > num_left:
             self._sender.settle(in_flight.popleft(), deadline)
 
@@ -217,7 +223,8 @@ class StageSource(Gatherer):
     def _is_equal(
         self, name: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], ranks: Sequence[Mapping[str, str]]
     ) -> bool:
-        """Return whether each tensor-parallel rank of a server has the checksum of its part of the parameter."""
+        """Return whether each tensor-parallel rank of a server has the checksum of its part of the
+        parameter."""
         for rank, sums in enumerate(ranks):
             accepted = accepted_tensors(specs, tensors, rank, len(ranks), self._num_kv_heads)
             if not any(sums.get(name) == checksum(tensor) for tensor in accepted):
@@ -243,7 +250,8 @@ def stage_role(
     device: torch.device,
     num_kv_heads: int | None,
 ) -> StageRole:
-    """Return this rank's part in the pushes of its stage. make_sender: called on the source rank alone."""
+    """Return this rank's part in the pushes of its stage. make_sender: called on the source rank
+    only."""
     if layout.is_source:
         return StageSource(source, plan, layout, config, make_sender(), device, num_kv_heads)
     if layout.gathers:

@@ -1,4 +1,4 @@
-"""A push of the trainer's weights to the servers that are there, stage after stage, under one deadline."""
+"""Pushes the trainer's weights to the current servers, stage after stage, under one deadline."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,32 +17,33 @@ from megatron_dapo.weight_sync.stage import StageTotals, Stopwatch, stage_role
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 RESERVE_S = 8.0
-"""Seconds at the end of the deadline that are kept for a failure: to find out who is missing (PROBE_SHARE of it, and
-`leader.LAST_SHARE`), to tell all ranks, and to let the surviving servers go on (CLEANUP_SHARE). At most half of the
-deadline."""
+"""Seconds at the end of the deadline, kept for a failure: to find the missing servers (PROBE_SHARE
+of it, and `leader.LAST_SHARE`), to tell all ranks, and to resume the surviving servers
+(CLEANUP_SHARE). At most half of the deadline."""
 
 PROBE_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One push. seconds: per phase, in the order of the phases; gather and send are summed over the stages.
-
-    num_servers: those that confirmed the version. num_rejoins: those of them that did not hold the last push's.
-    """
+    """The result of a push."""
 
     version: int
     seconds: dict[str, float]
+    """Per phase, in order; gather and send are summed over the stages."""
     num_bytes: int
     num_tensors: int
     num_buckets: int
     num_servers: int
+    """Servers that confirmed the version."""
     num_rejoins: int
+    """Of these, the servers that did not hold the last push's version."""
     rejoined: bool
     num_verified: int
 
     def metrics(self, num_rejoins: int) -> dict[str, float]:
-        """Return seconds per phase, how many servers have the weights, and how many joined again: num_rejoins."""
+        """Return seconds per phase, how many servers have the weights, and how many joined again:
+        num_rejoins."""
         servers = {"weight_sync/num_servers": float(self.num_servers), "weight_sync/num_rejoins": float(num_rejoins)}
         return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers
 
@@ -68,32 +69,41 @@ class NoServers:
 
 @dataclass(frozen=True)
 class _Push:
-    """A push under way. agreement: until all ranks must have been told; deadline: of the work before that."""
+    """A push under way."""
 
     version: int
     agreement: Agreement
+    """Its deadline includes the time to tell all ranks of a failure."""
     deadline: Deadline
+    """Of the work before that."""
     watch: Stopwatch
 
 
 @dataclass(frozen=True)
 class _Delivery:
-    """Where all the weights are. versions: URL -> what the server held before the push; rejoined: whether groups were
-    formed anew."""
+    """A completed transfer to the servers."""
 
     versions: dict[str, str]
+    """URL -> the server's version before the push."""
     rejoined: bool
+    """Whether groups were formed anew."""
     totals: list[StageTotals]
 
 
 class WeightSync:
-    """Pushes one pipeline stage's weights to the servers, together with the other stages'. All trainer ranks take part.
+    """Pushes one pipeline stage's weights to the servers, together with the other stages'. All
+    trainer ranks take part.
 
-    source: this stage's weights. urls: of the servers there are now, asked on rank 0, which leads, before every push.
-    connect: URL -> how the server there is asked, on the source rank of each stage (`layout.is_source`), which sends.
-    num_kv_heads: of the model, needed for `verify` where a server has more tensor-parallel ranks than that.
-    report_unresponsive: called on rank 0 with the servers (URL -> why) that were left out; see ServerLeader.
-    phase: what counts the seconds of a push, and tells the watchdog.
+    Args:
+        source: this stage's weights.
+        urls: returns the current servers; called on rank 0, which leads, before every push.
+        connect: returns a server's client; called on each stage's source rank (`layout.is_source`),
+            which sends.
+        num_kv_heads: of the model, for `verify` with servers of more tensor-parallel ranks than
+            that.
+        report_unresponsive: called on rank 0 with the servers left out (URL -> why); see
+            ServerLeader.
+        phase: times a phase of a push, and reports it to the watchdog.
     """
 
     def __init__(
@@ -108,8 +118,9 @@ class WeightSync:
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
-        """Plan the buckets and compare the plans of all ranks. The call is collective over all ranks. Raise
-        WeightSyncError when ranks of a stage would not plan alike, or when two stages would send the same tensor."""
+        """Plan the buckets and compare the plans of all ranks. The call is collective over all
+        ranks. Raise WeightSyncError when ranks of a stage would not plan alike, or when two stages
+        would send the same tensor."""
         self._layout = layout
         self._config = config
         self._phase = phase
@@ -130,19 +141,24 @@ class WeightSync:
             device,
             num_kv_heads,
         )
-        # the same on all ranks: who is in the groups, and who confirmed the last push, of which version
+        # the same on all ranks: the members of the groups, and the servers that confirmed the last
+        # push, with its version
         self._group: dict[str, int] | None = None
         self._confirmed: list[str] = []
         self._version: str | None = None
         self._check_plans(plan)
 
     def push(self, version: int) -> SyncReport:
-        """Send the weights as `version` to the servers that are there, and see each confirm it. Collective.
+        """Send the weights as `version` to the current servers, and have each confirm it.
+        Collective.
 
-        A server that is lost meanwhile is left out, and named in the log; the others get the weights within the same
-        deadline. With no server left the report says 0. Raises WeightSyncError, the same on every rank, within
-        `weight_sync.timeout_s` (after all ranks have come), for a failure that no lost server explains. Servers that
-        live then go on; one that got only some of the weights bears UNFINISHED_VERSION.
+        A server lost meanwhile is left out, and named in the log; the others get the weights within
+        the same deadline. Without any server left the report says 0. After a failure living servers
+        resume; one with only some of the weights reports UNFINISHED_VERSION.
+
+        Raises:
+            WeightSyncError: the same on every rank, within `weight_sync.timeout_s` (after all ranks
+                have come), for a failure that no lost server explains.
         """
         with self._phase("weight_sync"):
             watch = Stopwatch()
@@ -185,7 +201,8 @@ class WeightSync:
         self._calls.close()
 
     def _deliver(self, push: _Push) -> _Delivery:
-        """Send the weights to the servers that are there; again to the others, where one is lost meanwhile."""
+        """Send the weights to the current servers; if one is lost meanwhile, again to the
+        others."""
         steps = push.agreement
         lost: list[str] = []
         versions: dict[str, str] = {}
@@ -215,14 +232,15 @@ class WeightSync:
         return _Delivery({}, False, [])
 
     def _join(self, push: _Push, members: dict[str, ServerMember], deadline: Deadline) -> bool:
-        """Form the groups anew where other servers take part than are in them, or one was started again. Returns
-        whether they were."""
+        """Form the groups anew if their servers changed, or one was restarted. Return whether that
+        was needed."""
         sizes = {url: member.size for url, member in members.items()}
         if sizes == self._group and all(member.version == self._version for member in members.values()):
             return False
         self._group = None
-        # one stage after the other, joining as well as sending: a server takes part in one collective at a time, and
-        # two servers that began with different stages would wait for each other
+        # one stage after the other, joining as well as sending: a server takes part in one
+        # collective at a time, and two servers that began with different stages would wait for each
+        # other
         for stage in range(self._layout.pp):
             push.agreement.each(f"join (stage {stage})", self._stage.join, stage, sizes, deadline)
         push.watch.lap("join")
@@ -252,8 +270,8 @@ class WeightSync:
             self._servers.give_up()
 
     def _check_plans(self, plan: Plan) -> None:
-        own = (self._layout.pp_rank, plan.digest(), plan.names)
-        plans = self._agreement.all("plan", lambda: own)
+        stage_plan = (self._layout.pp_rank, plan.digest(), plan.names)
+        plans = self._agreement.all("plan", lambda: stage_plan)
         first: dict[int, tuple[int, str]] = {}
         for rank, (stage, digest, _) in enumerate(plans):
             other, expected = first.setdefault(stage, (rank, digest))
@@ -272,14 +290,16 @@ class WeightSync:
             raise WeightSyncError(f"wait: the trainer's ranks push different versions: {versions}")
 
     def _num_rejoins(self, versions: dict[str, str], confirmed: Sequence[str]) -> int:
-        """Return how many servers hold the weights now and did not hold those of the last push."""
+        """Return the number of servers that hold the weights now and did not hold those of the last
+        push."""
         if self._version is None:
             return 0
         return sum(url not in self._confirmed or versions[url] != self._version for url in confirmed)
 
 
 def _seconds(watch: Stopwatch, totals: Sequence[StageTotals]) -> dict[str, float]:
-    """Return the seconds of each phase; of `send`, what the stages took to gather and to send in its place."""
+    """Return the seconds of each phase; `send` is replaced by the stages' times to gather and to
+    send."""
     seconds: dict[str, float] = {}
     for phase, value in watch.seconds.items():
         if phase == "send":
@@ -291,7 +311,7 @@ def _seconds(watch: Stopwatch, totals: Sequence[StageTotals]) -> dict[str, float
 
 
 def _time_for_attempt(push: _Push, members: dict[str, ServerMember]) -> Deadline:
-    """Return how long an attempt may take: half of what is left where there are other servers to repeat it with, if one
-    freezes."""
+    """Return an attempt's deadline: half of the time left if there are other servers for a second
+    attempt."""
     left = push.deadline.left()
     return Deadline(left / 2 if len(members) > 1 else left)

@@ -374,7 +374,7 @@ def test_ranks_share_the_reading_of_checksums_and_all_know_of_every_damaged_file
     assert len(first) == len(second) == 5 and {*first, *second} == readable
 
 
-def test_weights_alone_can_be_saved_and_loaded(results):
+def test_weights_can_be_saved_and_loaded_without_an_optimizer(results):
     written = results["weights/write"]["everything"][0]
     read = results["weights/read"]["everything"][0]
     num_parameters = 3 + 7 * 4

@@ -107,7 +107,7 @@ def test_the_files_come_back_to_the_byte(folder, model, written):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_result_is_what_transformers_reads(folder, model):
+def test_transformers_reads_the_result(folder, model):
     """With the library's own reader, in case ours and our writer agree on a mistake."""
     source, result = folder / model, folder / f"{model}-tp2-hf"
     for path in source.glob("*.safetensors"):

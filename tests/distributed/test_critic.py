@@ -160,7 +160,7 @@ def transformers_values(
     return values
 
 
-def test_values_are_those_of_transformers_and_0_where_nothing_counts(results, samples, values):
+def test_values_equal_transformers_and_are_0_at_uncounted_tokens(results, samples, values):
     for sample in samples:
         expected = torch.where(torch.from_numpy(sample.loss_mask) != 0, values[sample.sample_id], 0.0)
         got = results["tp1/whole"]["estimates"][f"values/{sample.sample_id}"]

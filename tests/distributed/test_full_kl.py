@@ -56,7 +56,7 @@ def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, ca
     assert results[case]["metrics"]["actor/kl_loss"] > 0.1
 
 
-def test_the_penalty_is_what_transformers_says(models, results):
+def test_the_penalty_equals_that_of_transformers(models, results):
     """sum_v p (log p - log q) of all logits in float64, the mean of the responses' means over their tokens."""
     actor, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in models)
     means = []

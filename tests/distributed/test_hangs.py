@@ -54,7 +54,7 @@ def test_a_rank_that_never_comes_to_the_phase_of_the_others_is_named(hangs):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_is_named_with_the_place_where_it_was_last_seen(hangs, rank):
+def test_a_stopped_rank_is_named_with_its_last_known_position(hangs, rank):
     """Of rank 0 the store stops too, through which the ranks hear of each other."""
     job, other = f"rank {rank} is stopped", 1 - rank
     assert hangs[1][job][other] == HANG_EXIT_CODE and hangs[1][job][rank] is None

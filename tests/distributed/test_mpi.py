@@ -57,7 +57,7 @@ def test_a_rank_that_still_saves_is_waited_for_and_85_comes_through():
     assert done.returncode == 85 and {"rank 0 saved", "rank 1 saved"} <= set(done.stdout.splitlines())
 
 
-def test_the_failure_of_one_rank_ends_all_with_its_cause_told():
+def test_the_failure_of_one_rank_ends_all_and_names_the_cause():
     done = worker("one_fails")
     assert done.returncode == 1 and "RuntimeError: the cause" in done.stderr
     assert "Rank 1 ended with 1" in done.stderr
@@ -90,7 +90,7 @@ mpi.main([])
 """
 
 
-def test_the_ranks_end_with_an_mpirun_that_is_killed():
+def test_the_ranks_end_with_a_killed_mpirun():
     """Which leaves them behind, with the run folder's lock."""
     command = [MPIRUN, "--allow-run-as-root", "--bind-to", "none", "-n", "2", sys.executable, "-c", WAITING]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as launcher:

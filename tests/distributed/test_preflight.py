@@ -26,7 +26,7 @@ def said(preflights, job: str, index: int) -> str:
     return (preflights[0] / f"{job}-{index}.log").read_text()
 
 
-def test_nodes_that_are_fit_are_told_in_a_table_and_nothing_is_left_behind(preflights):
+def test_fit_nodes_get_a_table_and_nothing_is_left_behind(preflights):
     assert preflights[1]["well"] == [0, 0, 0]
     lines = said(preflights, "well", 0).splitlines()
     assert lines[0] == "Preflight of 3 nodes" and lines[-1] == "preflight: ok"
@@ -45,7 +45,7 @@ def test_nodes_that_are_fit_are_told_in_a_table_and_nothing_is_left_behind(prefl
     ("job", "node", "what", "cure"),
     [
         ("version", "node2", "has sglang 0.5.19, the others", "use one environment"),
-        ("folder", "node1", "does not see /tmp/preflight-elsewhere/", "must be on storage that all nodes mount"),
+        ("folder", "node1", "does not see /tmp/preflight-elsewhere/", "must be on storage mounted"),
         ("missing", "node1", "not heard of within 20 s", "look at its log, and whether it reaches node0 at 127.0.0.1:"),
         ("http", "node2", "HTTP fails (node0 -> node2: [Errno 111] Connection refused", "look at its firewall"),
         ("given", "node0", "does not reach http://127.0.0.1:1 ([Errno 111] Connection refused)", "start them"),
@@ -65,7 +65,7 @@ def test_the_node_that_has_a_trouble_is_named_by_all_with_the_cure(preflights, j
     assert all(log.count("preflight: ") == 1 for log in logs), logs  # nobody else is blamed
 
 
-def test_dumped_batches_need_no_server_nodes_whatever_the_recipe_says(preflights):
+def test_dumped_batches_need_no_server_nodes_for_any_recipe(preflights):
     assert preflights[1]["replay"] == [0]
     assert "HTTP" not in said(preflights, "replay", 0)
 

@@ -81,7 +81,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("case", cases_of(LAYOUTS))
-def test_replayed_routing_gives_what_one_process_gives(results, case):
+def test_replayed_routing_equals_one_process(results, case):
     mode = case.split("/")[1]
     assert_same_as(results, case, f"tp1/{mode}/whole")
     assert results[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit

@@ -118,7 +118,7 @@ def test_a_run_reports_its_loss_and_leaves_a_model_that_transformers_reads(whole
     assert all(not tensor.equal(before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_a_run_that_is_stopped_and_killed_is_the_run_without_a_break_bit_for_bit(whole, inputs, tmp_path):
+def test_a_stopped_and_killed_run_equals_the_unbroken_run_bit_for_bit(whole, inputs, tmp_path):
     run = RunFolder(tmp_path / "run").create()
     run.stop.touch()
     assert finished(inputs, run.path) == 85
@@ -145,7 +145,7 @@ def test_a_run_that_is_stopped_and_killed_is_the_run_without_a_break_bit_for_bit
     assert states[0] == states[1]
 
 
-def test_adapters_are_saved_alone_resumed_bit_for_bit_and_merged_at_the_end(inputs, tmp_path):
+def test_only_adapters_are_saved_resumed_bit_for_bit_and_merged_at_the_end(inputs, tmp_path):
     base = load_file(inputs / "model" / "model.safetensors")
     lora = ["actor_rollout_ref.model.lora_rank=4", "trainer.total_training_steps=6", "trainer.save_interval=3"]
     through, stopped = (RunFolder(tmp_path / name).create() for name in ("through", "stopped"))

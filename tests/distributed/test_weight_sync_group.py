@@ -12,7 +12,7 @@ from tests.distributed.weight_sync_world import Server, Trainer, expected_sha256
 pytestmark = pytest.mark.distributed
 
 
-def test_every_server_holds_every_stage_and_one_that_is_lost_is_left_out_until_it_is_back():
+def test_every_server_holds_every_stage_and_a_lost_one_is_left_out_until_its_return():
     with (
         Server() as steady,
         Server(die_at_update=7) as doomed,
@@ -157,7 +157,7 @@ def test_buckets_in_flight_arrive_each_in_its_turn_and_phases_sum_up():
 
 
 @pytest.mark.parametrize("fault", ["die_at_update", "freeze_at_update"])
-def test_a_server_that_is_lost_while_the_next_bucket_is_in_flight_is_left_out(fault: str):
+def test_a_server_lost_while_the_next_bucket_is_in_flight_is_left_out(fault: str):
     with (
         Server() as steady,
         Server(**{fault: 2}) as lost,

@@ -29,7 +29,7 @@ def popen(command: list[str], **options: Any) -> Any:
     return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
 
 
-def test_a_machine_that_is_well_is_accepted(tmp_path, capsys, monkeypatch):
+def test_a_healthy_machine_is_accepted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     code = main(["--output", str(tmp_path / "new")])
     shown = capsys.readouterr().out

@@ -27,7 +27,7 @@ def completion(url: str, key: str, question: str) -> str:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 
-def test_the_scores_are_those_that_the_server_writes(server, tmp_path):
+def test_the_scores_are_the_servers(server, tmp_path):
     key_file = tmp_path / "key"
     key_file.touch(mode=0o600)
     key_file.write_text(server.key)

@@ -66,7 +66,7 @@ def test_after_each_kill_the_next_trainer_goes_on_from_the_newest_complete_check
             reached = newest + moments.randrange(1, 3)
             wait_until(lambda reached=reached: newest_step(run) >= reached)
             assert resumed_after(run) == ([newest] if number else []), "it did not go on from the newest checkpoint"
-            with pytest.raises(UserError, match="a run that is going on"):
+            with pytest.raises(UserError, match="an active run"):
                 RunLock(run.lock).acquire(patience_s=0)
             time.sleep(moments.uniform(0.0, 0.3))
             tell(f"kill {moments.choice(['0', '1', '0 1'])}")

@@ -144,7 +144,7 @@ def test_a_group_is_shown_side_by_side_from_the_list_and_back_with_keys(page):
     status(page, "Step 6:")
 
 
-def test_tokens_are_coloured_and_say_what_is_known_of_them(page):
+def test_tokens_are_coloured_and_show_their_data(page):
     page.choose("#colour", "advantages")
     page.wait_for("document.querySelectorAll('#list .token').length > 50")
     right, wrong = (

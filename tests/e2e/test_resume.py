@@ -258,7 +258,7 @@ def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, inputs
 
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
-def test_a_model_without_its_optimizer_is_taken_only_where_that_is_accepted(whole, inputs, tmp_path, capfd):
+def test_a_model_without_its_optimizer_is_taken_only_if_accepted(whole, inputs, tmp_path, capfd):
     """In half precision, whose optimizer has weights of its own: a step at hardly any learning rate leaves the model as
     it was trained."""
     run, layout = tmp_path / "run", whole[1]

@@ -83,7 +83,7 @@ def _metrics(run: RunFolder) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def test_the_second_start_goes_on_where_the_first_stopped(runs):
+def test_the_second_start_continues_the_first(runs):
     run, (first, second) = runs
     stopped = int(first.partition("Stopped after step ")[2].split()[0])
     assert f"by the file {run.stop}" in first and not run.stop.exists()
@@ -112,6 +112,6 @@ def test_every_group_is_trained_on_once_and_none_is_lost(runs):
     assert accounted == queue["num_drawn"] and not set(waiting) & set(used)
 
 
-def test_the_checkpoint_stands_alone(runs):
+def test_the_checkpoint_is_self_contained(runs):
     newest = newest_first(Path(runs[0].checkpoints))[0]
     assert {"config.json", "tokenizer.json"} <= {path.name for path in (newest / "hf").iterdir()}

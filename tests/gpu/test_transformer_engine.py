@@ -73,7 +73,7 @@ def has_grouped_product(policy: Policy) -> bool:
 
 
 @pytest.mark.parametrize("model_path", MIXTURES, indirect=True)
-def test_experts_of_a_rank_are_one_grouped_product_that_gives_what_ours_give(layout, model_path, tmp_path):
+def test_the_grouped_product_of_a_ranks_experts_equals_ours(layout, model_path, tmp_path):
     """Ours, and its own with adapters, which change nothing yet, are computed one after the other; a grouped product
     stands beside adapters of the attention alone, and where experts are no modules (gpt-oss)."""
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, ITS)

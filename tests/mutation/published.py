@@ -263,7 +263,7 @@ BUGS = (
         "flush_cache=last and self._flushes",
         "flush_cache=False",
         "tests/unit/test_weight_sync_sender.py"
-        "::test_a_server_bears_no_version_from_the_first_bucket_to_the_last_and_flushes_with_the_last_alone",
+        "::test_a_server_has_no_version_between_first_and_last_bucket_and_flushes_only_with_the_last",
     ),
     PublishedBug(
         "turns-tokenized-again",

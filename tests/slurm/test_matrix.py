@@ -207,13 +207,13 @@ class TestAChainOfTwoJobs:
         first.shorten()
         assert first.exit_code() == 85, first.report()
         step = len(first.metrics())
-        sentence = f"{saved_line(first, step, 1000)}; the same command goes on from there"
+        sentence = f"{saved_line(first, step, 1000)}; the same command resumes it"
         assert re.fullmatch(sentence, first.last_lines()[0]) and "] USR1: the trainer saves" in first.log()
         assert first.fact("Restarts") == "0" and first.leaves_nothing()
         second.wait_for_steps(step + 1)
         assert f"Resumed after step {step} from" in second.attempt_log(0, "trainer-node1")
 
-    def test_a_server_that_is_killed_is_started_again_gets_the_weights_and_the_run_goes_on(self, chain):
+    def test_a_killed_server_is_restarted_gets_the_weights_and_the_run_continues(self, chain):
         job = chain[1]
         done = len(job.metrics())
         [server] = job.processes("megatron_dapo.servers.keyed_sglang")
@@ -224,7 +224,7 @@ class TestAChainOfTwoJobs:
             assert job.weight_versions(line["step"]) <= {line["step"] - 2, line["step"] - 1}
             assert line.get("actor/rollout_abs_diff_max", 0) < 5e-4
 
-    def test_a_trainer_rank_that_is_killed_is_named_and_not_its_peer_on_the_other_node(self, chain):
+    def test_a_killed_trainer_rank_is_named_and_not_its_peer_on_the_other_node(self, chain):
         job = chain[1]
         [rank] = [process for process in job.processes("launch.rank") if process.environ().get("RANK") == "1"]
         rank.kill()
@@ -258,7 +258,7 @@ class TestItDoesNotGetToTheTrainer:
     def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(self, cluster):
         job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
         assert job.exit_code() == 10, job.report()
-        text = "Slurm gives it GPUs, and its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
+        text = "Slurm gives it GPUs, but its torch" if torch.version.cuda is None else "offers 0 GPUs, the config needs"
         assert re.match(rf"FAILED \(10\): preflight: node[12]: {text}", job.last_line())
         assert job.leaves_nothing()
 

@@ -41,7 +41,7 @@ def test_the_demo_trains_under_srun_with_pmix_as_under_torchrun_bit_for_bit(clus
 
 
 @pytest.mark.parametrize(("mpi", "variable"), [("none", "SLURM_STEP_NUM_TASKS"), ("pmi2", "PMI_SIZE")])
-def test_tasks_that_open_mpi_cannot_join_are_refused_before_each_trains_alone(srun, mpi, variable):
+def test_tasks_that_open_mpi_cannot_join_are_refused_before_each_trains_by_itself(srun, mpi, variable):
     with pytest.raises(AssertionError) as failure:
         srun(sys.executable, "-m", "launch.mpi", "--config", "configs/demo.yaml", mpi=mpi)
     message = str(failure.value)

@@ -53,7 +53,7 @@ def test_slurm_would_run_it_as_it_is(cluster, script):
 
 
 @pytest.mark.parametrize("script", HEADS)
-def test_slurm_would_run_it_where_no_gpus_are_counted(cluster, script):
+def test_slurm_would_run_it_without_counting_gpus(cluster, script):
     cluster.run("sbatch", "--test-only", "--partition=cpu", "--nodes=2", "--gpus-per-node=0", f"slurm/{script}")
 
 
@@ -65,7 +65,7 @@ def test_the_script_of_the_acceptance_run_hands_its_words_on():
 @pytest.mark.parametrize(
     ("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2), ("dapo_qwen3_235b_a22b", 32), ("dapo_qwen3_30b_a3b", 6)]
 )
-def test_a_dry_run_shows_nodes_processes_and_memory_and_then_what_is_missing_here(name, nodes):
+def test_a_dry_run_shows_nodes_processes_and_memory_and_then_the_missing_files(name, nodes):
     done = run("bash", f"slurm/{name}.sh", DRY_RUN="1")
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("FAILED (2): data.train_files holds")
     assert f" node{nodes}\n" in done.stdout and f"node{nodes + 1}" not in done.stdout
@@ -83,7 +83,7 @@ def test_a_dry_run_shows_nodes_processes_and_memory_and_then_what_is_missing_her
         ({"DRY_RUN": "0"}, "no Slurm job: sbatch slurm/NAME.sh, or DRY_RUN=1 bash slurm/NAME.sh"),
     ],
 )
-def test_a_setting_that_is_wrong_is_told_in_one_line(settings, sentence):
+def test_a_wrong_setting_is_one_line(settings, sentence):
     done = run("bash", "slurm/dapo_7b.sh", **{"DRY_RUN": "1"} | settings)
     assert done.returncode == 2 and done.stderr == f"FAILED (2): {sentence}\n" and done.stdout == ""
 
@@ -166,7 +166,7 @@ exit 1
 
 
 @pytest.mark.parametrize("state", ["", "RUNNING", "SIGNALING", "SUSPENDED"])
-def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_answers_no_more(state, stubs, tmp_path):
+def test_a_running_job_obeys_the_signal_and_reports_its_save_after_slurm_fell_silent(state, stubs, tmp_path):
     """state: what Slurm calls the job ("": it does not answer); at a signal that is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
     programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
@@ -179,11 +179,11 @@ def test_a_job_that_runs_obeys_the_signal_and_says_what_is_saved_where_slurm_ans
     assert done.returncode == 85, done
     lines = [line for line in done.stdout.splitlines() if not line.startswith("slurm_load_jobs")]
     assert "SAVED: step 3 of 40 is saved in" in lines[-2] and "requeued on USR1" in lines[-2]
-    assert done.stdout.splitlines()[-1] == "SAVED: Slurm does not requeue this job; the same command goes on from there"
+    assert done.stdout.splitlines()[-1] == "SAVED: Slurm does not requeue this job; the same command resumes it"
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
-def test_a_mistake_in_the_config_is_the_last_line_also_where_srun_adds_words_of_its_own(container, stubs, tmp_path):
+def test_a_mistake_in_the_config_is_the_last_line_even_after_words_of_srun(container, stubs, tmp_path):
     programs = {"srun": STUB, "apptainer": STUB, "scontrol": NODES}
     programs["python3"] = f'#!/bin/bash\nexec {sys.executable} "$@"\n'
     settings = {"CONTAINER": container, "IMAGE": "image.sqsh", "CALLS": str(tmp_path / "calls")}
@@ -199,7 +199,7 @@ def test_a_mistake_in_the_config_is_the_last_line_also_where_srun_adds_words_of_
     ],
     ids=["missing", "of another lock"],
 )
-def test_a_job_makes_a_venv_that_is_missing_and_changes_none(venv, sentence, tmp_path):
+def test_a_job_makes_a_missing_venv_and_changes_none(venv, sentence, tmp_path):
     """Other jobs may be using it. No network here: what would be made fails."""
     for name in ("slurm/body.sh", "requirements/install.py", "requirements/cpu.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def test_a_job_makes_a_venv_that_is_missing_and_changes_none(venv, sentence, tmp
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == f"FAILED (2): {sentence.format(python=python)}"
 
 
-def test_what_the_planner_does_not_understand_is_told_on_the_last_line(stubs):
+def test_a_mistake_found_by_the_planner_is_the_last_line(stubs):
     done = stubs({"scontrol": NODES}, PYTHON=sys.executable, MIN_BANDWIDTH="fast")
     assert done.returncode == 2 and "invalid float value: 'fast'" in done.stdout
     assert done.stdout.splitlines()[-1] == "FAILED (2): the plan could not be made; see above"

@@ -54,7 +54,7 @@ def report(inputs: Inputs) -> dict:
     return json.loads((inputs.folder / "report.json").read_text())
 
 
-def test_the_first_red_rung_is_the_last_and_the_report_says_where_to_look(inputs, capsys):
+def test_the_first_red_rung_is_the_last_and_the_report_names_its_log(inputs, capsys):
     results = climb([rung("a"), rung("b", red), rung("c")], inputs)
     assert [result.state for result in results] == [GREEN, RED, NOT_REACHED]
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["green", "a"], ["red", "b"]]
@@ -147,7 +147,7 @@ def test_the_exit_code_tells_of_the_signal(monkeypatch, tmp_path, modules):
     assert main(["--output", str(tmp_path / "new")]) == 143
 
 
-def test_a_program_is_killed_with_what_it_started_at_the_moment_that_was_asked_for(inputs, modules):
+def test_a_program_and_its_children_are_killed_at_the_requested_moment(inputs, modules):
     started = modules / "started"
     child = f"open({str(started)!r}, 'w').close(); import time; time.sleep(600)"
     (modules / "parent.py").write_text(
@@ -268,7 +268,7 @@ def test_a_server_that_outlived_its_push_is_killed_again_when_it_is_back_until_o
     assert lost.ask() == [False, True] and lost.urls()[2:] == ["http://h:0"]
 
 
-def test_a_server_died_in_a_push_only_where_that_was_repeated_without_it(tmp_path):
+def test_a_server_died_in_a_push_only_if_that_was_repeated_without_it(tmp_path):
     log = tmp_path / "trainer-rank-0.log"
     assert not was_left_out(log, "http://h:1")
     for line, was in (
@@ -347,7 +347,7 @@ def test_the_compared_runs_take_two_optimizer_steps_so_that_old_log_probs_count(
         assert num_optimizer_steps_per_rollout_step(config_of(climbed(name, inputs)[0])) == 2
 
 
-def test_the_ratio_moves_less_where_bfloat16_decides_who_is_clipped(inputs):
+def test_the_ratio_moves_less_if_bfloat16_decides_the_clipping(inputs):
     for sizes, rate in ((sizes_of(0), 2e-4), (sizes_of(8), 1e-5)):
         for name in ("layout", "resume"):
             config = config_of(climbed(name, replace(inputs, sizes=sizes))[0])
@@ -405,7 +405,7 @@ def test_a_machine_with_gpus_is_not_accepted_by_a_torch_that_knows_none(monkeypa
     monkeypatch.setattr(command, "LADDER", (rung("a"),))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["--output", str(tmp_path / "new")]) == 2
-    assert "knows the CPU alone; run make setup PLATFORM=cuda" in capsys.readouterr().err
+    assert "is built for CPUs only; run make setup PLATFORM=cuda" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["--output", str(tmp_path / "new")]) == 0
@@ -435,7 +435,7 @@ def test_the_list_has_every_rung_and_starts_nothing(capsys, tmp_path):
         (["--config-name", "dapo_7b", "trainer.sed=1"], "nearest known key is trainer.seed"),
     ],
 )
-def test_a_mistake_is_told_before_anything_starts(words, sentence, capsys, tmp_path):
+def test_a_mistake_is_reported_before_anything_starts(words, sentence, capsys, tmp_path):
     (tmp_path / "file").touch()
     assert main([str(tmp_path) if word == "FOLDER" else word for word in words]) == 2
     assert sentence in capsys.readouterr().err

@@ -178,7 +178,7 @@ def test_math_dapo_reads_an_integer_truth_that_a_table_padded(truth, right, wron
     assert not any(math_dapo("", f"Answer: {answer}", truth, {})["correct"] for answer in wrong)
 
 
-def test_math_dapo_reads_fbox_where_it_reads_boxed():
+def test_math_dapo_reads_fbox_like_boxed():
     assert math_dapo("", "\\fbox{34}", "34", {}, boxed_fallback=True)["correct"]
     assert not math_dapo("", "\\fboxed{34}", "34", {}, boxed_fallback=True)["correct"]
 

@@ -89,7 +89,7 @@ def test_the_hash_that_draws_tokens_is_murmur3(tmp_path):
     assert murmur3(b"test") == 0xBA6BD213  # a published value
 
 
-def test_no_row_of_a_product_or_an_attention_depends_on_what_else_is_in_the_batch():
+def test_no_row_of_a_product_or_an_attention_depends_on_the_rest_of_the_batch():
     """Without the plug-in's operators some do: else there would be nothing to show."""
     done = in_server_process(ROWS)
     before, after = done.stdout.strip().splitlines()[-2:] if done.stdout else ("", done.stderr[-2000:])

@@ -57,7 +57,7 @@ def checkpoint(pristine, tmp_path):
     return shutil.copytree(pristine, tmp_path / "step_000003")
 
 
-def test_a_whole_checkpoint_is_found_whole_and_says_what_is_in_it(checkpoint):
+def test_a_whole_checkpoint_is_found_whole_with_its_contents(checkpoint):
     assert verify(checkpoint).is_whole and not verify(checkpoint).extra
     manifest = read_manifest(checkpoint)
     assert {name: record.size for name, record in manifest.files.items()} == {n: len(c) for n, c in CONTENT.items()}
@@ -114,7 +114,7 @@ def test_a_file_that_nobody_listed_is_named_and_does_no_harm(checkpoint):
     assert verdict.is_whole and verdict.extra == ("hf/notes.txt",)
 
 
-def test_without_contents_sizes_alone_are_compared(checkpoint):
+def test_without_contents_only_sizes_are_compared(checkpoint):
     (checkpoint / "trainer.json").write_bytes(b'{"step": 4}')
     assert verify(checkpoint, contents=False).is_whole and not verify(checkpoint).is_whole
     for change in (b"", b'{"step": 33}'):
@@ -205,7 +205,7 @@ def test_damaged_ones_that_a_resume_skipped_count_for_nothing(tmp_path):
     assert [path.name[-1] for path in newest_first(tmp_path)] == ["9", "7", "3", "2"]
 
 
-def test_an_old_checkpoint_that_cannot_be_deleted_is_left_and_told(tmp_path, monkeypatch, caplog):
+def test_an_old_checkpoint_that_cannot_be_deleted_is_left_and_logged(tmp_path, monkeypatch, caplog):
     """On a network file system a folder with an open file cannot be removed."""
     made(tmp_path, 1, 2)
 

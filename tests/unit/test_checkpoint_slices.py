@@ -121,7 +121,7 @@ def schedule_of(style: str, num_steps: int, lr: float = 1e-6) -> OptimizerParamS
     ("style", "lr", "words"),
     [("constant", 1e-6, ""), ("constant", 2e-6, "max_lr"), ("cosine", 1e-6, "lr_decay_steps was 100, is 500")],
 )
-def test_of_a_schedule_what_differs_and_is_read_is_reported(style, lr, words):
+def test_the_differences_of_a_schedule_that_matter_are_reported(style, lr, words):
     """A constant learning rate does not depend on the length of the run."""
     before, now = schedule_of(style, 100), schedule_of(style, 500, lr)
     before.step(increment=7)

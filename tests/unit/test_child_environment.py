@@ -43,7 +43,7 @@ def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
     assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
 
 
-def test_a_reward_process_has_one_thread_and_reads_utf_8_whatever_the_user_set(tmp_path, monkeypatch):
+def test_a_reward_process_has_one_thread_and_reads_utf_8_despite_the_users_settings(tmp_path, monkeypatch):
     """A thread of OpenBLAS takes tens of megabytes of the address space that a worker is allowed."""
     code = """
         import numpy, os, sys
@@ -99,7 +99,7 @@ def test_a_home_that_can_be_written_is_used(monkeypatch, tmp_path):
     assert places_to_write({}) == {} and not any(tmp_path.iterdir())
 
 
-def test_where_nothing_can_be_written_the_cure_is_told(tmp_path):
+def test_without_a_writable_folder_the_message_has_the_cure(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be made.*set TMPDIR"):
         cache_folder({"TMPDIR": str(tmp_path / "file")})
@@ -163,7 +163,7 @@ RANK_DEFAULTS = {
         ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", COMPILERS: "1"}),
     ],
 )
-def test_a_rank_gets_defaults_for_its_gpu_and_keeps_what_the_user_set(user_set, expected, monkeypatch):
+def test_a_rank_gets_defaults_for_its_gpu_and_keeps_the_users_settings(user_set, expected, monkeypatch):
     monkeypatch.setattr(sys, "path", [])  # no package with a cuDNN, which a CUDA build of torch brings
     environment = dict(user_set)
     set_rank_defaults(environment)

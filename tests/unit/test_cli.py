@@ -112,7 +112,7 @@ def test_a_dry_run_prints_config_and_plan_and_waits_for_no_import_of_torch(tmp_p
     assert load_config(tmp_path / "printed.yaml", []) == load_config(path, ["trainer.seed=7"])
 
 
-def test_a_dry_run_shows_the_plan_of_a_recipe_whose_files_are_elsewhere_and_says_what_is_missing(capsys):
+def test_a_dry_run_shows_the_plan_of_a_recipe_and_names_its_missing_files(capsys):
     assert main(["train", "--config", str(ROOT / "configs" / "dapo_7b.yaml"), "--dry-run"]) == 2
     output = capsys.readouterr()
     assert "8 ranks (1 node x 8): TP 4, PP 1, DP 2" in output.out
@@ -126,7 +126,7 @@ def test_overrides_may_stand_before_and_after_options(tmp_path, capsys):
     assert "seed: 5" in printed and "seed: 6" in printed
 
 
-def test_a_dry_run_names_code_of_the_users_own_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_a_dry_run_names_missing_code_of_the_user(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_rewards.py").write_text("raise SystemExit('this ran')\ndef score(): ...\n")
     arguments = ["train", "--config", str(sound_config(tmp_path)), "--dry-run"]
@@ -174,7 +174,7 @@ program.run_and_end()
 
 
 @pytest.mark.parametrize("how", ["raises", "returns"])
-def test_a_run_that_failed_ends_whatever_holds_up_the_interpreter(how):
+def test_a_failed_run_ends_even_if_something_holds_up_the_interpreter(how):
     result = command("-c", A_THREAD_THAT_WAITS_FOR_EVER, how)
     assert result.returncode == 1 and "Timeout" in result.stderr and "in wait" in result.stderr
     assert ("out of memory, say" in result.stderr) == (how == "raises")

@@ -202,7 +202,7 @@ def test_the_harm_would_show_without_a_sandbox():
     assert done.stdout == "harm\n"
 
 
-def test_a_user_namespace_serves_where_the_interpreter_can_be_read(monkeypatch):
+def test_a_user_namespace_works_if_the_interpreter_is_readable(monkeypatch):
     if sandbox.way_fault.__wrapped__(sandbox.USER_NAMESPACE) is None:
         return
     if not Path("/usr/bin/python3.11").exists():
@@ -214,7 +214,7 @@ def test_a_user_namespace_serves_where_the_interpreter_can_be_read(monkeypatch):
     assert not fault
 
 
-def test_without_bubblewrap_the_workers_refuse_unless_that_is_allowed(monkeypatch, tmp_path):
+def test_without_bubblewrap_the_workers_refuse_unless_allowed(monkeypatch, tmp_path):
     async def score(allowed):
         pool = RewardPool("code_tests", {}, 1, 5.0, 2048, allow_unsandboxed=allowed)
         await pool.start()

@@ -50,7 +50,7 @@ def test_a_segment_that_was_not_padded_for_the_cut_is_refused():
         rank_places((8, 6), 0, 2)
 
 
-def test_segments_are_padded_for_the_cut_and_megatron_is_told_their_padded_lengths():
+def test_segments_are_padded_for_the_cut_and_megatron_gets_their_padded_lengths():
     batch = collate(make_samples([5, 4, 2]), pad_multiple=8, segment_multiple=4)
     assert batch.widths == (8, 4, 4) and batch.tokens.size(1) == 16
     packed = packed_seq_params(batch, is_cut=True)
@@ -159,7 +159,7 @@ def layout():
     ParallelLayout.shutdown()
 
 
-def test_megatron_is_told_and_without_transformer_engine_a_gpu_refuses(layout, monkeypatch):
+def test_megatron_gets_the_size_and_without_transformer_engine_a_gpu_refuses(layout, monkeypatch):
     assert (layout.segment_multiple, layout.sequence_multiple) == (4, 4)
     assert replace(layout, tp=2, sp=True).sequence_multiple == 8
     spec = model_spec(MODEL_JSON)

@@ -69,7 +69,7 @@ def test_the_critic_of_a_checkpoint_is_exported_and_read_again(has_own_model, tm
         assert torch.equal(loaded, trained)
 
 
-def test_a_checkpoint_without_a_critic_is_told(tmp_path, layout, capsys):
+def test_a_checkpoint_without_a_critic_is_a_mistake(tmp_path, layout, capsys):
     actor = make_tiny(tmp_path / "actor", "qwen2", layers=1)
     checkpoint = tmp_path / "checkpoint"
     policy = Policy(load_config(None, [f"actor_rollout_ref.model.path={actor}"]), layout)

@@ -137,7 +137,7 @@ def test_experts_that_are_missing_or_too_many_are_listed(tmp_path, capsys):
     assert outputs(tmp_path) == ["model"]
 
 
-def test_tables_of_old_checkpoints_are_left_out_and_that_is_said(model, tmp_path, capsys):
+def test_tables_of_old_checkpoints_are_left_out_and_reported(model, tmp_path, capsys):
     tables = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for layer in range(2)}
     change_tensors(model, lambda tensors: tensors.update(tables))
     assert hf_to_megatron.main(["--hf-model", str(model), "--output", str(tmp_path / "out")]) == 0
@@ -215,7 +215,7 @@ def test_a_conversion_to_bf16_rounds_every_tensor_and_the_config_says_so(source,
 
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_conversion_that_is_ended_leaves_nothing(source, tmp_path, monkeypatch, capfd, number):
+def test_an_interrupted_conversion_leaves_nothing(source, tmp_path, monkeypatch, capfd, number):
     staged = []
 
     def ended(folder, contents):
@@ -264,7 +264,7 @@ def test_no_thread_of_a_process_group_outlives_a_command():
     assert "python" in done.stdout and "gloo" not in done.stdout, done.stdout
 
 
-def test_a_process_that_is_lost_is_one_sentence_to_the_others(capsys):
+def test_a_lost_process_is_one_sentence_to_the_others(capsys):
     def work(job):
         raise RuntimeError("[gloo/pair.cc:553] Connection closed by peer [10.213.0.2]:60592. This is typically caused")
 

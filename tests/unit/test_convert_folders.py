@@ -32,7 +32,7 @@ def checkpoint(model, tmp_path) -> Path:
     return folder
 
 
-def test_where_there_is_no_model_the_sentence_says_what_to_give(model, checkpoint, tmp_path):
+def test_without_a_model_the_sentence_names_the_right_folder(model, checkpoint, tmp_path):
     snapshot = tmp_path / "models--Org--Name" / "snapshots" / "0a1b"
     snapshot.parent.mkdir(parents=True)
     shutil.copytree(model, snapshot)
@@ -49,7 +49,7 @@ def test_where_there_is_no_model_the_sentence_says_what_to_give(model, checkpoin
     assert read_spec(snapshot, "--hf-model") == read_spec(model, "--hf-model")
 
 
-def test_where_there_is_no_checkpoint_the_sentence_says_what_to_give(model, checkpoint):
+def test_without_a_checkpoint_the_sentence_names_the_right_folder(model, checkpoint):
     for folder, said in (
         (checkpoint.parent, f"holds checkpoints; give one of them, such as {checkpoint}"),
         (checkpoint.parent.parent, f"holds checkpoints; give one of them, such as {checkpoint}"),

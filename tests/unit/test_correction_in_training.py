@@ -158,7 +158,7 @@ def test_a_foreign_server_is_seen_in_tokens_of_older_weights(layout, model_path,
     assert "actor/rollout_abs_diff" not in metrics
 
 
-def test_the_log_warns_where_the_servers_are_far_away(layout, model_path, caplog):
+def test_the_log_warns_of_distant_servers(layout, model_path, caplog):
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, [])
     metrics = policy.update(mini_batches, weight_version=6)  # all tokens of version 0: nothing is compared
     assert "actor/rollout_ess" not in metrics and not caplog.messages
@@ -167,7 +167,7 @@ def test_the_log_warns_where_the_servers_are_far_away(layout, model_path, caplog
 
 
 @pytest.mark.parametrize("rejection, share", [(REJECT_ALL, "100%"), (KEEP_ALL, None)])
-def test_the_log_warns_where_most_tokens_are_rejected(layout, model_path, caplog, rejection, share):
+def test_the_log_warns_if_most_tokens_are_rejected(layout, model_path, caplog, rejection, share):
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, list(rejection))
     policy.update(mini_batches, weight_version=6)  # all tokens of version 0: nothing is compared
     assert [f"rejects {share}" in message for message in caplog.messages] == ([True] if share else [])

@@ -122,7 +122,7 @@ def test_what_does_not_count_never_reaches_a_loss_or_a_metric(layout, model_path
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_stops_the_run(layout, model_path, value):
+def test_a_nonfinite_gradient_stops_the_run(layout, model_path, value):
     critic, shard = scored(layout, model_path)
     bad = [[replace(batch, returns=torch.full_like(batch.returns, value)) for batch in shard.mini_batches[0]]]
     with pytest.raises(FloatingPointError, match="gradient norm of a mini-batch is (nan|inf)"):
@@ -169,7 +169,7 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_critic_that_is_loaded_again_goes_on_to_the_bit(layout, any_model_path, tmp_path, dtype):
+def test_a_reloaded_critic_continues_to_the_bit(layout, any_model_path, tmp_path, dtype):
     """In bfloat16 its float32 copies come back too: weights alone would begin with what is rounded."""
     critic, shard = scored(layout, any_model_path, dtype)
     critic.update(shard)

@@ -84,7 +84,7 @@ def test_a_critic_of_its_own_must_fit_the_layout_the_lengths_and_the_tokens(tmp_
     assert "critic.model.path" in sentence and all(word in sentence for word in words), sentence
 
 
-def test_a_critic_of_an_architecture_that_is_not_supported_is_named_before_anything_starts(tmp_path):
+def test_a_critic_of_an_unsupported_architecture_is_named_before_anything_starts(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(UserError) as error:
         validate(config(GAE, f"critic.model.path={tmp_path}"), None)
@@ -106,7 +106,7 @@ def test_a_resume_without_the_critics_part_is_refused_by_name_and_may_be_accepte
     assert contents_of(Config()) == CONTENTS
 
 
-def test_a_changed_critic_is_another_run_but_not_a_critic_that_is_cut_otherwise():
+def test_a_changed_critic_is_another_run_but_not_another_cut_of_it():
     before = config_to_plain(config(GAE))
 
     def check(*overrides: str) -> None:

@@ -176,7 +176,7 @@ def test_an_output_that_another_process_writes_is_refused_and_left_to_it(tmp_pat
     assert temporary.exists() and not (tmp_path / "out.parquet").exists()
 
 
-def test_one_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
+def test_an_interrupted_deduplication_leaves_nothing(tmp_path, monkeypatch):
     path = write(tmp_path / "in.parquet", [row("a")])
     monkeypatch.setattr("checkpoints_tools.dedup_dataset._write", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as end:

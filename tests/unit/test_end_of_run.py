@@ -162,7 +162,7 @@ def test_a_signal_while_the_model_is_saved_does_not_end_the_run(tmp_path, monkey
 
 
 @pytest.mark.parametrize("failing", ["finish_validation", "push_weights"])
-def test_a_step_whose_weights_are_updated_is_reported_though_what_comes_after_fails(monkeypatch, failing):
+def test_a_step_with_updated_weights_is_reported_even_if_a_later_phase_fails(monkeypatch, failing):
     """The evaluation beside it, or the push of its weights. It may be saved as done: nobody trains it again then."""
     logged = []
     config = load_config(None, ["trainer.total_training_steps=3"])

@@ -123,7 +123,7 @@ program.run_and_end()
     ("action", "kind", "code"),
     [("0", "done", 0), ("85", "saved", 85), ("1 / 0", "failed", 1), ("sys.exit(2)", "user_error", 2)],
 )
-def test_a_rank_records_its_end_whatever_it_is(tmp_path, action, kind, code):
+def test_a_rank_records_any_end(tmp_path, action, kind, code):
     command = [sys.executable, "-c", TRAIN.format(action=action), str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     record = json.loads((Path(tmp_path) / "trainer-rank-0.json").read_text())

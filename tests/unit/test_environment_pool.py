@@ -113,7 +113,7 @@ async def answer_of(pool, response):
 ANSWERED = Observation(({"role": "user", "content": "WELL"},), reward=0.5)
 
 
-def test_environments_see_no_secrets_but_those_that_are_passed_on_by_name(folder, monkeypatch):
+def test_environments_see_only_secrets_passed_on_by_name(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "1")
     monkeypatch.setenv("MY_API_KEY", "1")
     for pass_env, seen in (([], ""), (["MY_API_KEY"], "MY_API_KEY")):
@@ -138,7 +138,7 @@ def test_each_failure_costs_one_trajectory_and_says_why(folder):
         "no text": "exception: ValueError: an environment's message needs a role and a content of text",
         "half a pair": "exception: UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800'",
         "raise half a pair": "exception: ValueError: \\ud800",  # as text that every file and log can hold
-        "correct alone": "exception: ValueError: an environment that says correct names a reward with it",
+        "correct alone": "exception: ValueError: an environment's `correct` needs a `reward`",
         "nan": "exception: ValueError: an environment's reward must be a finite number, not nan",
     }
 
@@ -169,7 +169,7 @@ def notes(folder):
     return [line.split() for line in (folder / "notes").read_text().splitlines()]
 
 
-def test_every_trajectory_has_an_environment_of_its_own_that_is_closed(folder):
+def test_every_trajectory_has_its_own_environment_which_is_closed(folder):
     async def use(pool):
         await answer_of(pool, "well")
         await failure_of(pool, "raise")
@@ -193,7 +193,7 @@ def test_every_trajectory_has_an_environment_of_its_own_that_is_closed(folder):
     assert len({pid for _, pid in notes(folder)}) == 1  # no process was lost
 
 
-def test_one_that_is_cancelled_in_the_middle_of_a_step_or_hangs_in_close_is_killed(folder):
+def test_an_environment_cancelled_in_a_step_or_hanging_in_close_is_killed(folder):
     async def use(pool):
         work = asyncio.create_task(answer_of(pool, "sleep"))
         await asyncio.sleep(0.3)
@@ -208,7 +208,7 @@ def test_one_that_is_cancelled_in_the_middle_of_a_step_or_hangs_in_close_is_kill
     assert len({pid for _, pid in notes(folder)}) >= 2
 
 
-def test_an_unusable_environment_is_told_at_the_start(folder):
+def test_an_unusable_environment_is_refused_at_the_start(folder):
     for name, kwargs, words in (
         ("hostile_environment:Missing", {}, "cannot import"),
         ("hostile_environment:Hostile", {"no": 1}, "environment_kwargs"),

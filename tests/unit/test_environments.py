@@ -81,7 +81,7 @@ def test_calls_can_be_written_in_other_marks_and_words():
         ("x", "only numbers"),
     ],
 )
-def test_a_bad_call_is_told_to_the_model(call, words):
+def test_the_model_reads_the_fault_of_a_bad_call(call, words):
     _, answered = play(Calculator(), TASK, f"<tool_call>{call}</tool_call>")
     (message,) = answered.messages
     assert message["content"].startswith("error: ") and words in message["content"]
@@ -100,7 +100,7 @@ def test_the_last_action_of_a_turn_is_taken(response, command):
     assert command_of(response) == command
 
 
-def test_an_unknown_environment_is_told_the_nearest_name():
+def test_an_unknown_environment_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match="Did you mean 'reasoning_gym'"):
         check_environment("reasoning_gim")
 
@@ -113,7 +113,7 @@ def test_an_unknown_environment_is_told_the_nearest_name():
         (CALCULATOR, {"call_open": ""}, "call_open and call_close need text"),
     ],
 )
-def test_an_environment_that_cannot_be_made_is_told(name, kwargs, words):
+def test_an_environment_that_cannot_be_made_is_refused(name, kwargs, words):
     with pytest.raises(UserError, match="multi_turn.environment") as caught:
         make(name, kwargs)
     assert words in str(caught.value)

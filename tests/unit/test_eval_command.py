@@ -130,7 +130,7 @@ asyncio.run(main())
 """
 
 
-def test_it_starts_servers_where_none_is_named_and_ends_them(folder, monkeypatch):
+def test_it_starts_servers_if_none_is_named_and_ends_them(folder, monkeypatch):
     def stand_in(config, host, port, gpus):
         return supervisor.ServerCommand((sys.executable, "-c", SERVER, str(port)), {"PYTHONPATH": str(REPOSITORY)})
 
@@ -165,7 +165,7 @@ def test_answers_of_other_servers_or_weights_are_not_shown_as_this_models(folder
             assert main(command(folder, server)) == 2 and words in sentence(capsys)
 
 
-def test_a_checkpoint_is_converted_again_where_it_is_another_one(tmp_path, monkeypatch):
+def test_another_checkpoint_is_converted_again(tmp_path, monkeypatch):
     from megatron_dapo.commands.evaluation import command as module
 
     def convert(words, check):
@@ -276,7 +276,7 @@ def test_what_is_left_out_of_the_files_is_said_and_kept_with_the_figures(folder,
     assert (file["num_rows"], file["num_kept"], file["num_duplicates"], file["num_overlong"]) == (4, 3, 1, 0)
 
 
-def test_answers_are_whole_lines_whatever_the_disk_did(tmp_path, monkeypatch):
+def test_answers_are_whole_lines_despite_faults_of_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "answers.jsonl"
     records = [{**ANSWER, "number": number, "text": "a" * 50} for number in range(4)]
     path.write_text(json.dumps(records[0]))  # a kill cut off its newline
@@ -348,7 +348,7 @@ def test_mistakes_are_one_sentence_each(folder, capsys):
     assert "give --model DIR, or --checkpoint DIR" in sentence(capsys)
 
 
-def test_servers_that_are_lost_leave_what_is_answered(folder, capsys):
+def test_answers_survive_the_loss_of_servers(folder, capsys):
     with server_in_thread() as server:
         server.failures = [500] * 100
         assert main(command(folder, server, f"{ROLLOUT}.max_retries=1")) == 1
@@ -356,7 +356,7 @@ def test_servers_that_are_lost_leave_what_is_answered(folder, capsys):
     assert "The evaluation failed: a request" in said and "the same command goes on" in said
 
 
-def test_a_comparison_pairs_the_prompts_and_names_those_that_changed_sides(folder, capsys):
+def test_a_comparison_pairs_the_prompts_and_names_changed_ones(folder, capsys):
     with server_in_thread(Script(WORDS_OF)) as server:
         assert main(command(folder, server, output="a")) == 0
         server.script.responses = {0: RIGHT, 1: ("right", "right", "wrong", "right"), 2: WRONG}
@@ -366,8 +366,8 @@ def test_a_comparison_pairs_the_prompts_and_names_those_that_changed_sides(folde
     shown = capsys.readouterr().out
     assert re.search(r"aime: 2 prompts\n.*\n  avg +0\.500 +0\.875 +\+0\.375   \[\+0\.000, \+0\.750\]", shown)
     assert re.search(r"all: 3 prompts\n.*\n  avg +0\.667 +0\.583 +-0\.083", shown)
-    assert re.search(r"solved by B alone \(.*\): 1\n  0\.25 -> 1\.00   aime   p0\n", shown)
-    assert re.search(r"solved by A alone \(.*\): 1\n  1\.00 -> 0\.00   amc   p2\n", shown)
+    assert re.search(r"solved only by B \(.*\): 1\n  0\.25 -> 1\.00   aime   p0\n", shown)
+    assert re.search(r"solved only by A \(.*\): 1\n  1\.00 -> 0\.00   amc   p2\n", shown)
     assert main(["eval", "--compare", f"{folder}/a", f"{folder}/nothing"]) == 2
     assert "give the folder of an evaluation" in sentence(capsys)
 

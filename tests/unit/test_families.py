@@ -275,7 +275,7 @@ def test_transformer_engine_is_told_that_glm_4_rotates_a_part(monkeypatch, layou
         ((9, 0), (128, 64, 64), False),
     ],
 )
-def test_transformer_engine_attends_with_keys_wider_than_values_where_it_has_a_kernel(
+def test_transformer_engine_attends_with_keys_wider_than_values_if_it_has_a_kernel(
     monkeypatch, layout, tmp_path, capability, widths, is_its
 ):
     monkeypatch.setattr(build, "attention_norm_apart", lambda layer: None)  # asks for the package

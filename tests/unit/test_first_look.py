@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_the_run_does(arguments, tmp_path
     assert refusal(arguments, capsys) == ""
     (tmp_path / "run" / "checkpoints" / "step_000003" / "manifest.json").unlink()
     words = refusal(arguments, capsys)
-    assert "holds no checkpoint that is whole" in words and "step_000004: trainer.json has another content" in words
+    assert "holds no whole checkpoint" in words and "step_000004: trainer.json has another content" in words
 
 
 # ---------------------------------------------------------------------------------- a loss of one's own
@@ -169,7 +169,7 @@ def test_a_loss_whose_answer_no_run_takes_is_named(arguments, capsys):
 @pytest.mark.parametrize(
     ("name", "words"), [("right", None), ("half", "a whole number as its count, not 2.5"), ("absent", "cannot import")]
 )
-def test_a_trial_of_a_loss_writes_what_is_wrong(arguments, tmp_path, name, words):
+def test_a_trial_of_a_loss_reports_the_fault(arguments, tmp_path, name, words):
     loss_trial.main([f"my_losses:{name}", str(tmp_path / "sentences.json"), "--entropy"])
     sentences = json.loads((tmp_path / "sentences.json").read_text())
     assert len(sentences) == (1 if words else 0) and all(words in sentence for sentence in sentences)

@@ -32,7 +32,7 @@ def call(hidden=None, weight=None, loss=None, tokens=None, **options):
 
 
 def test_a_loss_that_is_not_a_sum_over_tokens_is_refused():
-    with pytest.raises(TypeError, match="whole sequences compose it from linear_logprob_entropy"):
+    with pytest.raises(TypeError, match="whole sequences use linear_logprob_entropy"):
         call(loss=lambda log_probs: log_probs.sum())
 
 
@@ -134,7 +134,7 @@ def test_the_check_before_a_run_passes_here(name):
 
 
 @pytest.mark.parametrize("broken", ["statistics", "gradient", "nan"])
-def test_the_check_before_a_run_sees_a_kernel_that_is_wrong(monkeypatch, broken):
+def test_the_check_before_a_run_detects_a_wrong_kernel(monkeypatch, broken):
     original = module.chunk_backend
 
     def wrong(*args):

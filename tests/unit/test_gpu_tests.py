@@ -31,7 +31,7 @@ def bare_packages(tmp_path_factory) -> Path:
     return folder
 
 
-def test_they_load_with_torch_triton_numpy_and_pytest_alone(bare_packages):
+def test_they_load_with_only_torch_triton_numpy_and_pytest(bare_packages):
     command = [sys.executable, "-I", "-S", "-c", START, str(bare_packages)]
     command += ["-c", "tests/gpu/pytest.ini", "tests/gpu", "-p", "no:cacheprovider"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

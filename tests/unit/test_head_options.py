@@ -64,7 +64,7 @@ def test_a_kernel_that_does_not_even_run_is_turned_off_too(options, monkeypatch,
     assert "RuntimeError: no compiler here" in caplog.text
 
 
-def test_the_warning_names_what_caused_the_error_on_one_line(options, monkeypatch, caplog):
+def test_the_warning_names_the_cause_on_one_line(options, monkeypatch, caplog):
     def broken(*_):
         try:
             try:

@@ -55,7 +55,7 @@ def test_a_name_that_the_top_level_binds_is_there(folder, binding):
 @pytest.mark.parametrize(
     "source", ["def f():\n    score = 1", "class C:\n    def score(self): ...", "print(score)", ""]
 )
-def test_a_name_that_is_bound_elsewhere_or_only_read_is_not(folder, source):
+def test_a_name_bound_elsewhere_or_only_read_is_not(folder, source):
     (folder / "own.py").write_text(source)
     assert "the module own defines no score;" in fault_without_import("own:score")
 
@@ -88,7 +88,7 @@ def test_a_package_is_searched_without_running_it(folder):
     assert fault_without_import("own_pkg.elsewhere:score") is None
 
 
-def test_what_is_no_python_is_a_fault_and_what_has_no_source_is_not(folder):
+def test_invalid_python_is_a_fault_but_missing_source_is_not(folder):
     (folder / "own.py").write_text("x = 1\ndef score(:\n")
     assert (
         fault_without_import("own:score")

@@ -14,7 +14,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout.controller import make_scorers
 
 pytestmark = pytest.mark.unit
@@ -91,7 +91,7 @@ def judged(endpoint, *responses, keys=(), verdict=RIGHT, act=None) -> list[Rewar
     async def scenario():
         async with endpoint.running() as url:
             reward = config(url, *keys).reward
-            scorers = Scorers(reward, [Weighed(Judge(reward.judge), reward.judge.weight)])
+            scorers = Scorers(reward, [WeightedScorer(Judge(reward.judge), reward.judge.weight)])
             await scorers.start(60.0)
             try:
                 asking = [asyncio.create_task(scorers.combined(verdict, PROMPT, each)) for each in responses]
@@ -142,7 +142,7 @@ def test_an_answer_without_a_score_costs_the_verdict(text):
         ("application/json", '{"choices": "none"}'),
     ],
 )
-def test_an_answer_that_is_no_chat_completion_costs_the_verdict_and_names_the_url(content_type, body):
+def test_an_answer_without_a_chat_completion_costs_the_verdict_and_names_the_url(content_type, body):
     [result] = judged(Endpoint(lambda question: web.Response(text=body, content_type=content_type)), "x")
     assert result.error.startswith("exception: the judge at http://127.0.0.1") and "reward.judge.url" in result.error
 
@@ -182,7 +182,7 @@ def test_of_an_answer_no_more_than_its_first_bytes_are_read(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["Score:" + "\n" * 60_000, "Score:" + " *" * 30_000, "score:" * 10_000 + "\t" * 5_000])
-def test_the_default_pattern_is_searched_in_time_that_grows_with_the_answer_alone(text):
+def test_the_default_pattern_is_searched_in_linear_time(text):
     """Otherwise the search would be ended, and the error would be another one."""
     [result] = judged(Endpoint(lambda question: text), "x")
     assert result.error.startswith("exception: the judge gave no score in")
@@ -259,7 +259,7 @@ def test_a_question_that_hangs_takes_one_place_and_no_other_questions_time():
         judged(Partly(), "slow", *fast, act=act, keys=["reward.judge.max_concurrency=2"])
 
 
-def test_a_judge_that_is_too_slow_or_gone_costs_the_verdict_and_says_so():
+def test_a_slow_or_absent_judge_costs_the_verdict_with_the_reason():
     slow = Endpoint()
     slow.hold.clear()
     [result] = judged(slow, "x", keys=["reward.judge.timeout_s=0.2"])
@@ -282,7 +282,7 @@ def test_a_budget_ends_the_questions():
 
 
 @pytest.mark.parametrize("where", ["api_key_env", "api_key_file"])
-def test_the_key_reaches_the_judge_and_nothing_that_is_written(where, tmp_path, monkeypatch, caplog):
+def test_the_key_reaches_the_judge_but_no_file(where, tmp_path, monkeypatch, caplog):
     caplog.set_level("DEBUG")
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     (tmp_path / "key").write_text(f"{SECRET}\n")
@@ -302,7 +302,7 @@ def test_the_log_has_no_line_per_question_and_each_failure_once(caplog):
     assert lines == ["no verdict: exception: the judge gave no score in 'no'"]
 
 
-def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
+def test_a_missing_key_is_refused_at_the_start(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "two").write_text(f"{SECRET}\nX-Evil: 1")
     (tmp_path / "latin").write_text(f"{SECRET}ä")
@@ -310,8 +310,8 @@ def test_a_key_that_is_not_there_is_told_at_the_start(tmp_path):
         path.chmod(0o600)
     (tmp_path / "open").write_text(f"{SECRET}\n")
     (tmp_path / "open").chmod(0o644)
-    for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which the run does not have"),
-                       ("api_key_env=HOME", "HOME, which is no name of a secret"),
+    for key, words in (("api_key_env=NO_SUCH_KEY", "NO_SUCH_KEY, which is not in the run"),
+                       ("api_key_env=HOME", "HOME, which does not look like a secret"),
                        (f"api_key_file={tmp_path}/none", "cannot be read"),
                        (f"api_key_file={tmp_path}/empty", "does not hold a key"),
                        (f"api_key_file={tmp_path}/two", "does not hold a key"),

@@ -30,7 +30,7 @@ def test_math_verify_gives_the_judgement(kind):
     assert not mistaken
 
 
-def test_the_table_says_what_the_pinned_math_verify_says():
+def test_the_table_agrees_with_the_pinned_math_verify():
     def verdict(row):
         parsed = [sympy_verify.parse(text, parsing_timeout=None) for text in (f"\\boxed{{{row.truth}}}", row.response)]
         return sympy_verify.verify(*parsed, timeout_seconds=None)
@@ -38,7 +38,7 @@ def test_the_table_says_what_the_pinned_math_verify_says():
     assert not [(row.truth, row.answer) for row in ROWS if verdict(row) != row.others["math_verify"]]
 
 
-def test_math_dapo_gives_the_verdict_of_verl_where_there_is_an_answer_line():
+def test_math_dapo_gives_the_verdict_of_verl_on_answer_lines():
     rows = [row for row in ROWS if "answer" in row.line.lower() and row.truth not in PADDED]
     differing = [
         (row.truth, row.line)

@@ -34,7 +34,7 @@ def case_of(shape: str, dtype=torch.float32) -> checks.HeadCase:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_cpu_holds_what_is_asked_of_a_gpu(check, shape, dtype):
+def test_the_cpu_keeps_the_promises_of_a_gpu(check, shape, dtype):
     check(case_of(shape, dtype))
 
 

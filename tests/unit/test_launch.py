@@ -134,7 +134,7 @@ def launcher(folder: Path, code: str) -> Iterator[multiprocessing.Process]:
         process.kill()
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+def test_ranks_end_with_a_killed_launcher(tmp_path):
     """Which has no time to end them: no signal handler of its own runs."""
     with launcher(tmp_path, "import time; print('up', flush=True); time.sleep(600)") as run:
         ranks = psutil.Process(run.pid).children()
@@ -167,7 +167,7 @@ def test_a_folder_whose_run_goes_on_is_refused_by_pid_before_anything_starts(tmp
     )
     with holder:
         assert holder.stdout.readline() == "up\n"
-        with pytest.raises(UserError, match=f"is going on .process {holder.pid} on .*`kill {holder.pid}` has it save"):
+        with pytest.raises(UserError, match=f"active run .process {holder.pid} on .*`kill {holder.pid}` has it save"):
             run_local(config(tmp_path), rank_script(f"open({str(tmp_path / 'started')!r}, 'w')"))
         assert not list((run / "logs").iterdir()), "the logs are those of the run that goes on"
         holder.kill()
@@ -200,7 +200,7 @@ def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(
     assert "SIGUSR1: the trainer saves" in error and "failed" not in error
 
 
-def test_ranks_are_told_what_the_user_did(tmp_path):
+def test_ranks_learn_the_users_action(tmp_path):
     code = SAVING.replace("SECONDS", "0.1").replace("sys.exit(85)", f"{SAY_WHY}\nsys.exit(85)")
     with launcher(tmp_path, code) as run:
         os.kill(run.pid, signal.SIGINT)
@@ -220,7 +220,7 @@ def test_a_second_stop_signal_does_not_wait(tmp_path):
     assert "saved" not in (tmp_path / "out").read_text()
 
 
-def test_mistakes_in_the_config_are_told_at_once_and_nothing_starts(tmp_path):
+def test_mistakes_in_the_config_are_reported_at_once_and_nothing_starts(tmp_path):
     run_dir = tmp_path / "run"
     run = launch(f"trainer.run_dir={run_dir}", "data.train_batch_sise=8", "trainer.seed=x", "reward.num_workers=0")
     output, error = run.communicate(timeout=60)
@@ -247,14 +247,14 @@ def test_server_nodes_of_a_run_that_starts_no_servers_are_none():
     require_one_node(load_config(None, ["actor_rollout_ref.rollout.server.nnodes=1", "trainer.synthetic_batch=true"]))
 
 
-def test_log_files_go_to_the_log_folder_where_one_is_given(tmp_path):
+def test_log_files_go_to_a_given_log_folder(tmp_path):
     chosen = config(tmp_path, f"trainer.log_dir={tmp_path / 'attempt'}")
     assert run_local(chosen, rank_script("print('here', file=sys.stderr)")) == 0
     assert (tmp_path / "attempt" / "trainer-rank-0.log").read_text() == "here\n"
     assert not (tmp_path / "run" / "logs").exists() and (tmp_path / "run" / "checkpoints").is_dir()
 
 
-def test_a_dry_run_shows_the_plan_then_says_what_is_missing_and_starts_nothing(tmp_path):
+def test_a_dry_run_shows_the_plan_then_the_missing_files_and_starts_nothing(tmp_path):
     recipe = str(REPOSITORY / "configs" / "dapo_7b.yaml")
     here = ("trainer.n_procs_per_node=4", "actor_rollout_ref.rollout.server.nnodes=0")
     run = launch("--dry-run", "--config", recipe, f"trainer.run_dir={tmp_path / 'run'}", *here)

@@ -105,11 +105,11 @@ def test_bypass_mode_needs_no_old_log_probs_but_for_a_kl_in_the_reward_or_a_crit
         ),
     ],
 )
-def test_the_plan_says_what_is_corrected_and_what_it_costs(steps, correction, line):
+def test_the_plan_shows_the_correction_and_its_cost(steps, correction, line):
     assert line in process_plan(loaded(steps, correction))
     assert "correction" not in process_plan(loaded(steps))
 
 
-def test_older_weights_are_reported_where_there_can_be_any():
+def test_older_weights_are_reported_if_possible():
     assert loss_config(loaded("actor_rollout_ref.rollout.max_staleness=1")).report_stale
     assert not loss_config(loaded("")).report_stale

@@ -116,7 +116,7 @@ def test_what_it_cannot_be_combined_with_is_one_sentence(override, key):
 
 
 @pytest.mark.parametrize("name", ["plain", "module:", ":function"])
-def test_a_name_that_is_no_path_is_a_mistake(name):
+def test_a_name_without_a_path_is_a_mistake(name):
     (mistake,) = loss_function(load_config(None, [f"{LOSS_FUNCTION}={name!r}"]))
     assert mistake.keys == (LOSS_FUNCTION,)
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_imported_is_one_sentence(path):
     assert len(caught.value.sentences) == 1 and path in caught.value.sentences[0]
 
 
-def test_a_reference_is_there_where_a_path_names_one():
+def test_a_path_of_a_reference_makes_one():
     own = f"{LOSS_FUNCTION}=a.b:c"
     path = "actor_rollout_ref.ref.path=somewhere"
     assert [needs_reference(load_config(None, overrides)) for overrides in ([own], [path], [own, path])] == [
@@ -184,14 +184,14 @@ def test_whether_it_is_given_the_entropy_matters_on_resume():
     assert matters(change, load_config(None, [f"{LOSS_FUNCTION}=a.b:c"]))
 
 
-def test_the_plan_names_it_in_place_of_what_does_not_act():
+def test_the_plan_names_it_in_place_of_unused_options():
     plan = process_plan(load_config(None, [f"{LOSS_FUNCTION}=a.b:c"]))
     assert "a.b:c, in place of clip and aggregation" in plan
     assert "clip higher" not in plan and "token level loss" not in plan
 
 
-def test_a_module_that_ends_its_process_is_told_as_that(tmp_path, monkeypatch):
+def test_a_module_that_ends_its_process_is_named(tmp_path, monkeypatch):
     (tmp_path / "loss_that_exits.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"ends its process while it is imported, by sys.exit\(3\)"):
+    with pytest.raises(UserError, match=r"calls sys.exit\(3\) while it is imported"):
         load_loss_function(LOSS_FUNCTION, "loss_that_exits:loss")

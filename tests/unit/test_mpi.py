@@ -58,7 +58,7 @@ def bridge() -> Interface:
     return Interface("docker0", "172.17.0.1", "172.17.0.0/16")
 
 
-def test_nodes_meet_on_a_network_where_each_has_an_address_of_its_own():
+def test_nodes_meet_on_a_network_with_separate_addresses():
     def node(number: int) -> list[Interface]:
         return [
             bridge(),

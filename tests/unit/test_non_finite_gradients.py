@@ -44,7 +44,7 @@ def policy_and_mini_batches(layout, model_path, overrides):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_gradient_that_is_not_finite_stops_the_run(layout, model_path, sharded, dtype, value):
+def test_a_nonfinite_gradient_stops_the_run(layout, model_path, sharded, dtype, value):
     overrides = [f"{MEGATRON}.use_distributed_optimizer={str(sharded).lower()}", f"{MEGATRON}.dtype={dtype}"]
     policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
     assert math.isfinite(policy.update(mini_batches, weight_version=0)["actor/grad_norm"])

@@ -161,7 +161,7 @@ def test_a_state_on_the_host_is_stepped_as_one_on_the_gpu(layout, model_path, pr
 
 
 @pytest.mark.parametrize("fraction", [0.4, 1.0])
-def test_the_memory_estimate_knows_what_is_on_the_host(layout, model_path, pretended_gpu, fraction):
+def test_the_memory_estimate_knows_the_hosts_share(layout, model_path, pretended_gpu, fraction):
     apart, mini_batches = offloaded(layout, model_path, fraction)
     apart.update(mini_batches, weight_version=0)
     config = config_of(model_path, f"{MEGATRON}.optimizer_offload_fraction={fraction}")

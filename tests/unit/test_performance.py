@@ -168,7 +168,7 @@ def test_servers_are_measured_by_their_ranks_and_a_replay_has_none():
     assert performance.server_metrics(rollout, 0) == {}
 
 
-def test_memory_is_told_of_the_fullest_rank_of_all_and_of_each_stage():
+def test_memory_is_reported_of_the_fullest_rank_of_all_and_of_each_stage():
     def gib(*peaks: tuple[int, int, int]) -> dict[str, float]:
         return performance.memory_metrics([RankPeak(stage, a * 2**30, r * 2**30) for stage, a, r in peaks])
 
@@ -224,7 +224,7 @@ def test_a_step_on_gpus_reports_memory_of_the_fullest_rank_and_mfu_on_rank_0(job
     assert not {name for name in Job.performance(job, groups, STEP) if "mfu" in name}
 
 
-def test_old_log_probs_have_an_mfu_where_they_are_computed(job, on_h100):
+def test_old_log_probs_have_an_mfu_if_computed(job, on_h100):
     job.config = load_config(None, ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4"])
     got = Job.performance(job, synthetic_groups(10), STEP)
     # a third of the work of the update, in a quarter of its time

@@ -108,7 +108,7 @@ def test_the_time_limit_and_the_notice_of_a_plan_may_be_given(capsys, small):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((REPOSITORY / "configs").glob("*.yaml"))])
-def test_the_cost_of_every_recipe_is_known_where_its_model_is(name, small):
+def test_the_cost_of_every_recipe_with_a_known_model_is_known(name, small):
     config = load_config(recipe(name))
     run = usual_run(config)
     is_known = not config.sft.enable and cost.read_model_specs(config) is not None

@@ -71,7 +71,7 @@ def test_a_run_tells_its_lengths_its_acceptance_and_how_much_slower_its_parts_we
     assert vars(factors) == pytest.approx(vars(FACTORS), rel=1e-5)
 
 
-def test_lengths_are_cut_at_what_a_step_had_to_wait_for(run):
+def test_lengths_are_cut_at_the_mean_of_the_steps_longest_responses(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row, longest in zip(rows[-2:], (5000, 7000), strict=True):
         row["response_length/max"] = longest
@@ -93,7 +93,7 @@ def test_each_part_of_another_plan_takes_as_much_longer():
     assert slower.push == pytest.approx(plain.push * FACTORS.push)
 
 
-def test_the_command_takes_from_a_run_what_no_option_says(run, capsys, monkeypatch):
+def test_the_command_takes_missing_options_from_a_run(run, capsys, monkeypatch):
     monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
     common = [
         "plan",
@@ -122,7 +122,7 @@ def test_a_run_that_tells_nothing_is_one_sentence(run, tmp_path):
         MeasuredRun.of(tmp_path / "nonesuch")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[: FIRST_STEPS + 1]))
-    with pytest.raises(UserError, match=f"{FIRST_STEPS} steps are in metrics.jsonl"):
+    with pytest.raises(UserError, match=f"metrics.jsonl has {FIRST_STEPS} steps"):
         MeasuredRun.of(run)
     without = json.loads(lines[-1]) | {"dapo/num_kept_groups": 0}
     (run / "metrics.jsonl").write_text("".join([*lines[:-2], json.dumps(without) + "\n"]))

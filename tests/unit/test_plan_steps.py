@@ -193,7 +193,7 @@ def test_a_plan_refuses_lengths_that_the_named_model_has_no_positions_for(capsys
     assert "above the model's max_position_embeddings 40960" in capsys.readouterr().err
 
 
-def test_the_command_shows_memory_time_and_what_it_assumed(capsys, monkeypatch):
+def test_the_command_shows_memory_time_and_its_assumptions(capsys, monkeypatch):
     monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
     arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]
     assert main([*arguments, "--staleness", "0,1", "--hardware", "H200"]) == 0

@@ -117,7 +117,7 @@ def test_a_models_shape_by_name_has_its_positions(name):
     assert (spec.max_positions, spec.norm_eps) == PUBLISHED_POSITIONS[name]
 
 
-def test_a_token_of_a_mixture_goes_through_its_own_experts_alone():
+def test_a_token_of_a_mixture_goes_only_through_its_own_experts():
     # "30.5B total, 3.3B activated" (model card); without the embedding's 0.31 B rows, which are looked up
     spec = model_spec(model_json_named("qwen3-30b-a3b"))
     assert active_parameters(spec) + spec.vocab_size * spec.hidden_size == pytest.approx(3.35e9, rel=0.01)
@@ -154,7 +154,7 @@ def test_moments_and_quantiles_of_lengths_are_those_of_many_samples():
     assert sum(x * x for x in quantiles) / 400 == pytest.approx(lengths.mean_square, rel=0.01)
 
 
-def test_training_takes_what_was_worked_out_by_hand():
+def test_training_takes_the_time_worked_out_by_hand():
     """One sample of 1 + 3 tokens on one rank.
 
     Layers: projections 8 x (8 + 8) + 8 x 8 = 192 and MLP 3 x 8 x 16 = 384 parameters, 1152 operations per token, 4608
@@ -194,7 +194,7 @@ def test_the_plan_of_a_recipe_updates_faster_with_adapters():
     assert 2 / 3 < times[1].update / times[0].update < 0.85 and times[1].score > times[0].score
 
 
-def test_recomputation_adds_forward_passes_of_the_layers_alone():
+def test_recomputation_adds_forward_passes_of_only_the_layers():
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     less, more = (training_time(SMALL, replace(ALONE, recompute=x), work, SLOW, HALF) for x in (0.0, 1.0))
     assert more.update - less.update == pytest.approx(0.9856 + 0.5248)
@@ -228,7 +228,7 @@ def test_a_plan_refuses_a_recipe_of_fp8_that_its_gpus_lack(gpu, recipe, cure):
 
 
 @pytest.mark.parametrize(("sequence_parallel", "passes"), [(False, 2.0), (True, 2.5)])
-def test_tensor_parallel_ranks_exchange_what_was_worked_out_by_hand(sequence_parallel, passes):
+def test_tensor_parallel_ranks_exchange_the_bytes_worked_out_by_hand(sequence_parallel, passes):
     """4 tokens, 2 layers, 4 x 1/2 x 8 x 2 bytes each: 256 bytes a pass, at 1000 per second inside a node. Backward as
     much, and half as much again to gather inputs. Between nodes of one GPU: at 100 per second."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 2), 2, sequence_parallel, 0.0, 64)
@@ -267,7 +267,7 @@ def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, l
 
 
 @pytest.mark.parametrize(("offloaded", "seconds"), [(0.0, 5.112), (0.25, 17.04), (1.0, 68.16)])
-def test_an_offloaded_optimizer_takes_what_the_nodes_memory_takes(offloaded, seconds):
+def test_an_offloaded_optimizer_takes_the_time_of_the_nodes_memory(offloaded, seconds):
     """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at 10^3 in the node's
     memory; their gradients of 4 bytes come at 10^2, which takes as long."""
     layout = replace(ALONE, offloaded=offloaded)
@@ -278,7 +278,7 @@ def test_an_offloaded_optimizer_takes_what_the_nodes_memory_takes(offloaded, sec
     )
 
 
-def test_the_plan_of_a_recipe_takes_longer_where_its_optimizer_is_offloaded():
+def test_the_plan_of_a_recipe_takes_longer_with_an_offloaded_optimizer():
     spec = model_spec(model_json_named("qwen2.5-32b"))
     names = ("0.0", "0.5")
     configs = [

@@ -39,7 +39,7 @@ class Ranks:
     ("num_ranks", "in_place", "async_op", "is_done"),
     [(1, True, False, False), (2, True, False, True), (1, False, False, True), (1, True, True, True)],
 )
-def test_gradients_of_a_rank_alone_are_not_copied(num_ranks, in_place, async_op, is_done):
+def test_gradients_of_a_single_rank_are_not_copied(num_ranks, in_place, async_op, is_done):
     """Only where nothing would change, and nobody waits for a handle."""
     target = "megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func"
     (row,) = (row for row in megatron_cpu.ADAPTATIONS if row.target == target)
@@ -80,7 +80,7 @@ def test_it_is_refused_after_megatron_was_imported(monkeypatch):
         megatron_cpu.apply()
 
 
-def test_it_is_refused_where_there_is_a_gpu(monkeypatch):
+def test_it_is_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(megatron_cpu, "_applied", False)
     with pytest.raises(RuntimeError, match="GPU"):

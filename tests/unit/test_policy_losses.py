@@ -408,7 +408,7 @@ def test_what_their_papers_ask_for_is_no_mistake(overrides):
     assert not [*policy_loss_check(config), *clipping(config), *staleness(config), *unused_keys(config)]
 
 
-def test_the_plan_says_which_loss_it_is_and_what_it_costs():
+def test_the_plan_names_the_loss_and_its_cost():
     plans = {kind: process_plan(config_of(f"{POLICY_LOSS}={kind}")) for kind in POLICY_LOSSES}
     assert "gspo: one ratio per response; each logit is computed twice" in plans["gspo"]
     assert "cispo: the clipped ratio weighs the log-prob" in plans["cispo"]

@@ -139,7 +139,7 @@ HEALTHY = {
         ({"nvmlDeviceGetCurrentClocksThrottleReasons": 128}, "power"),
     ],
 )
-def test_a_gpu_that_is_not_fit_is_told_from_one_that_is(answers, fault):
+def test_an_unfit_gpu_is_told_from_a_fit_one(answers, fault):
     faults = list(gpus.faults_of(Nvml(**HEALTHY | answers), None))
     assert len(faults) == 1 and fault in faults[0]
     assert list(gpus.faults_of(Nvml(**HEALTHY), None)) == []
@@ -158,7 +158,7 @@ def test_the_gpus_that_a_node_needs_follow_from_its_role():
     assert needed(GIVEN)[2] == needed(REPLAY)[2] == 8
 
 
-def test_the_reward_models_gpus_are_needed_where_it_is_served():
+def test_the_reward_models_gpus_are_needed_on_its_node():
     def needed(role: str, *more: str, **options: bool) -> int:
         sizes = ["trainer.n_procs_per_node=4", "reward.model.path=m", "reward.model.tensor_model_parallel_size=2"]
         return gpus.needed(load_config(None, [*sizes, *more]), role, **options)
@@ -168,7 +168,7 @@ def test_the_reward_models_gpus_are_needed_where_it_is_served():
     assert (needed("server", url), needed("server", url, has_reward_model=True), needed("trainer")) == (1, 3, 4)
 
 
-def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_not():
+def test_a_late_node_is_waited_for_but_not_a_faulty_one():
     def meet(other: Callable[[PreflightNodes], object]) -> list | PreflightError:
         """What node 0 learns, which is first."""
         first = PreflightNodes(0, "a", ["a", "b"], "127.0.0.1:0", timeout_s=0.05, meeting_timeout_s=60.0)
@@ -191,7 +191,7 @@ def test_a_node_that_comes_late_is_waited_for_and_one_that_reports_a_fault_is_no
     assert str(meet(lambda faulty: faulty.stop("b", "broken"))) == "b: broken"
 
 
-def test_the_versions_that_nodes_compare_name_what_layers_and_optimizer_come_from(monkeypatch):
+def test_nodes_compare_the_versions_of_the_packages_of_layers_and_optimizer(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", {"transformer-engine": "2.20.2"}.__getitem__)
     monkeypatch.setattr("importlib.metadata.PackageNotFoundError", KeyError)
     versions = machine.versions()
@@ -220,14 +220,14 @@ def ones(size, device):
         ("import os; os._exit(7)", "590.1", ["exit code 7"]),
     ],
 )  # fmt: skip
-def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_told(body, driver, expected, tmp_path, monkeypatch):
+def test_gpus_that_the_driver_counts_and_torch_cannot_use_are_reported(body, driver, expected, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body=body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     fault = gpus.probe(2, driver, timeout_s=3.0 if "sleep" in body else 60.0)
     assert isinstance(fault, EngineHere) if expected is None else all(words in fault for words in expected), fault
 
 
-def test_a_node_whose_driver_is_too_old_for_torch_is_named_whatever_its_role(tmp_path, monkeypatch):
+def test_a_node_with_a_driver_too_old_for_torch_is_named_in_every_role(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(STAND_IN_TORCH.format(body="raise RuntimeError('The driver is too old')"))
     nvml = Nvml(**HEALTHY, nvmlInit=None, nvmlDeviceGetHandleByIndex=0, nvmlDeviceGetName="H100")
     nvml.nvmlSystemGetDriverVersion = lambda: "550.54.14"
@@ -251,7 +251,7 @@ def test_gpus_that_slurm_gives_to_a_torch_of_the_cpu_are_a_problem(monkeypatch):
     assert "make setup PLATFORM=cuda" in gpus.check(config, "trainer").problem
 
 
-def test_a_node_that_can_compile_what_triton_compiles_passes(monkeypatch):
+def test_a_node_that_compiles_like_triton_passes(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     if gpus.shutil.which("gcc") is None or not headers().is_file():
         pytest.skip("needs gcc and Python's headers")
@@ -268,7 +268,7 @@ def test_a_node_that_can_compile_what_triton_compiles_passes(monkeypatch):
         ("echo note >&2; echo cannot find crt1.o >&2; exit 1", "does not compile (cannot find crt1.o)"),
     ],
 )
-def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, expected, tmp_path, monkeypatch):
+def test_an_unfit_compiler_is_reported_with_the_cure(compiler, expected, tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "include").mkdir()
@@ -282,7 +282,7 @@ def test_a_compiler_that_is_not_fit_is_told_with_the_cure(compiler, expected, tm
     assert expected in problem and problem.endswith(".") and "set CC" in problem
 
 
-def test_missing_headers_are_told_with_their_package(tmp_path, monkeypatch):
+def test_missing_headers_are_reported_with_their_package(tmp_path, monkeypatch):
     monkeypatch.setattr(gpus.sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
     monkeypatch.setenv("CC", script(tmp_path / "cc", "exit 1"))
     problem = gpus.compiler(uses_gpus=True).problem
@@ -290,7 +290,7 @@ def test_missing_headers_are_told_with_their_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH"])
-def test_the_cuda_compiler_is_the_one_that_sglang_takes_and_is_tried(place, tmp_path, monkeypatch):
+def test_the_cuda_compiler_is_sglangs_and_is_tried(place, tmp_path, monkeypatch):
     """SGLang asks for it in this order, and compiles C++20 with it."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -311,7 +311,7 @@ def test_the_cuda_compiler_is_the_one_that_sglang_takes_and_is_tried(place, tmp_
         ("exit 3", "(exit code 3)"),
     ],
 )
-def test_a_node_without_a_working_cuda_compiler_is_told_before_its_servers_fail(line, expected, tmp_path, monkeypatch):
+def test_a_node_without_a_working_cuda_compiler_is_named_before_its_servers_fail(line, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     (tmp_path / "bin").mkdir()
     if line:
@@ -360,14 +360,14 @@ def test_room_is_asked_for_all_checkpoints_that_are_there_at_once(overrides, cou
     assert number == count and one > 0
 
 
-def test_a_full_disk_is_named_with_what_is_free_and_what_is_needed(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_with_free_and_needed_bytes(tmp_path, monkeypatch):
     assert machine.disk(demo(), tmp_path / "run" / "not yet").problem is None
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 10**8))
     problem = machine.disk(demo(), tmp_path).problem
     assert f"{tmp_path} has 500.00 MB free" in problem and "trainer.keep_last" in problem
 
 
-def test_a_port_that_is_taken_is_named_with_its_holder():
+def test_a_taken_port_is_named_with_its_holder():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         problem = machine.ports("127.0.0.1", [port]).problem
@@ -375,7 +375,7 @@ def test_a_port_that_is_taken_is_named_with_its_holder():
     assert machine.ports("127.0.0.1", [port]).problem is None
 
 
-def test_too_few_open_files_are_told_with_the_command_that_cures_it(monkeypatch):
+def test_too_few_open_files_are_reported_with_the_curing_command(monkeypatch):
     config = demo("actor_rollout_ref.rollout.max_concurrency=4096")
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
     assert "`ulimit -n 8704`" in machine.limits(config, uses_gpus=False).problem
@@ -415,7 +415,7 @@ def test_a_missing_sandbox_is_a_problem_unless_programs_may_run_without_one(monk
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_sandbox_is_looked_for_where_some_prompts_are_scored_by_programs(sources, keys, runs, kind, tmp_path):
+def test_a_sandbox_is_required_if_some_prompts_are_scored_by_programs(sources, keys, runs, kind, tmp_path):
     rows = [{"prompt": "p", "label": "1"} | ({"data_source": source} if source else {}) for source in sources]
     file = tmp_path / f"p.{kind}"
     if kind == "jsonl":

@@ -42,7 +42,7 @@ n1:9:12 [0] NCCL INFO Assigned NET plugin Socket to comm
         ("NCCL version 2.30.7+cuda13.0\n", ""),
     ],
 )
-def test_the_network_is_the_one_that_nccl_names(log, network):
+def test_the_network_is_named_by_nccl(log, network):
     assert all_reduce.network_of(log) == network
 
 
@@ -92,7 +92,7 @@ def test_sockets_between_nodes_are_refused_however_fast_they_are(no_wishes):
     assert all(words in result.problem for words in ("takes sockets", "ibverbs-providers", "NCCL_NET=Socket"))
 
 
-def test_a_node_without_a_fabric_is_told_where_the_all_reduce_is_slow_too(no_wishes):
+def test_a_node_without_a_fabric_is_named_even_if_the_all_reduce_is_slow(no_wishes):
     """The others, servers among them, know it and look for no slow node: they would wait for it."""
 
     class Others(Nodes):
@@ -111,7 +111,7 @@ def test_sockets_that_the_user_asks_for_are_no_problem(no_wishes, name, value):
 
 
 @pytest.mark.parametrize(("network", "num_nodes"), [("IB", 2), ("AWS Libfabric", 2), ("Socket", 1)])
-def test_another_network_and_one_node_are_no_problem_and_the_network_is_told(no_wishes, network, num_nodes):
+def test_another_network_and_one_node_are_no_problem_and_the_network_is_named(no_wishes, network, num_nodes):
     result = result_of(network, num_nodes)
     assert result.problem is None and f"(nccl, {network}, " in result.found
 

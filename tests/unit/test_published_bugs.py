@@ -21,7 +21,7 @@ def test_every_bug_can_still_be_put_in(bug: PublishedBug):
     ast.parse(source)
 
 
-def test_a_bug_whose_place_has_changed_is_told():
+def test_a_bug_in_changed_code_is_reported():
     bug = PublishedBug("moved", "megatron_dapo/trainer.py", "text that is not there", "", "")
     with pytest.raises(ValueError, match="moved: its text stands 0 times in megatron_dapo/trainer.py"):
         bug.source()

@@ -58,7 +58,7 @@ def test_metrics_come_as_columns_with_gaps_and_evaluations_apart(tmp_path):
 
 
 @pytest.mark.parametrize(("shares", "said"), [((0.5, 0.1, None), "34%"), ((0.2, 0.2, None), None)])
-def test_the_summary_says_where_cut_responses_are_paid(tmp_path, shares, said):
+def test_the_summary_warns_of_rewarded_cut_responses(tmp_path, shares, said):
     """Of all truncated responses of the run: 6 and 4, and none in the third step."""
     run = write_run(tmp_path / "run", num_steps=3)
     lines = records(run)
@@ -121,7 +121,7 @@ def test_the_outcome_is_the_newest_end(tmp_path, end, state):
     assert (end is not None and end.sentence in data.sentence) or state in ("done", "saved")
 
 
-def test_the_first_process_that_failed_is_named_and_not_one_that_it_took_along(tmp_path):
+def test_the_first_failed_process_is_named_and_not_its_victims(tmp_path):
     run = write_run(tmp_path / "run", num_steps=2)
     folder = EndFolder(run.ends, "1")
     folder.write("trainer-rank-0", End(EndKind.PEER_LOST, 1, "connection closed", time=START + 100))
@@ -139,7 +139,7 @@ def test_keys_in_which_runs_differ_come_first(tmp_path):
     ]
 
 
-def test_a_folder_that_is_no_run_is_a_mistake_of_the_user(tmp_path, capsys):
+def test_a_folder_without_a_run_is_a_mistake_of_the_user(tmp_path, capsys):
     assert main(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
     assert "is no folder of a run" in capsys.readouterr().err and not (tmp_path / "r.html").exists()
     write_run(tmp_path / "run", num_steps=1)
@@ -147,7 +147,7 @@ def test_a_folder_that_is_no_run_is_a_mistake_of_the_user(tmp_path, capsys):
     assert "choose another -o" in capsys.readouterr().err
 
 
-def test_a_damaged_folder_gives_a_page_of_what_is_whole(tmp_path):
+def test_a_damaged_folder_gives_a_page_of_its_whole_files(tmp_path):
     run = write_run(tmp_path / "run", num_steps=3)
     run.config.write_text("a: [")
     run.machine.write_text("[]")
@@ -170,7 +170,7 @@ def test_a_number_that_no_browser_reads_is_left_out_and_not_its_step(tmp_path):
 
 
 @pytest.mark.parametrize("part", [{"gpu_memory_gib": "much"}, {"versions": [1]}, {"versions": None}])
-def test_a_damaged_description_of_the_machine_costs_its_own_line_alone(tmp_path, part):
+def test_a_damaged_description_of_the_machine_costs_only_its_line(tmp_path, part):
     run = write_run(tmp_path / "run", num_steps=1)
     run.machine.write_text(json.dumps({"trainer_ranks": 2, "device": "cpu", "cpu": "a processor"} | part))
     facts = dict(read_run(run.path).facts)
@@ -193,7 +193,7 @@ def test_held_out_answers_stand_beside_those_of_their_prompt(tmp_path):
     assert groups[0]["data_source"] == "aime" and tokens_bytes(files[2], groups) is None
 
 
-def test_an_answer_may_hold_what_ends_lines_elsewhere(tmp_path):
+def test_an_answer_may_hold_line_separators(tmp_path):
     run = write_run(tmp_path / "run", num_steps=1)
     lines = [json.loads(line) for line in run.rollout(1).read_text().split("\n")[:-1]]
     lines[0]["responses"][0]["text"] = text = "a\u2028b\u2029c\x85d"
@@ -279,7 +279,7 @@ def test_a_watched_page_answers_nobody_who_lacks_its_key(tmp_path, path):
         assert ask(server.url, path) == (404 if path == "nowhere" else 200)
 
 
-def test_the_key_of_a_watched_page_is_new_each_time_and_stands_in_what_is_printed_alone(tmp_path, capsys, monkeypatch):
+def test_the_key_of_a_watched_page_is_new_each_time_and_only_printed(tmp_path, capsys, monkeypatch):
     run = write_run(tmp_path / "run", num_steps=1)
     keys = []
     for _ in range(2):
@@ -389,7 +389,7 @@ def test_large_evaluations_leave_room_for_trained_answers_and_few_files_are_read
     assert len(read) < 20
 
 
-def test_no_other_command_imports_what_draws():
+def test_no_other_command_imports_the_drawing_packages():
     """The trainer must not wait for it, nor fail where it is not installed."""
     import subprocess
     import sys

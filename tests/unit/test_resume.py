@@ -146,7 +146,7 @@ def test_never_refuses_a_folder_with_checkpoints(two, tmp_path):
         find_start(two, config("trainer.resume=never"))
 
 
-def test_a_part_that_is_missing_is_named_and_may_be_allowed_by_name(tmp_path):
+def test_a_missing_part_is_named_and_may_be_allowed_by_name(tmp_path):
     save(tmp_path, 5)
     folder = tmp_path / "step_000005"
     write_manifest(folder, [part for part in CONTENTS if part != "controller"])
@@ -162,7 +162,7 @@ def test_a_part_that_is_missing_is_named_and_may_be_allowed_by_name(tmp_path):
         find_start(tmp_path, config())
 
 
-def test_a_part_that_this_run_has_no_use_for_is_told(tmp_path):
+def test_a_part_without_use_in_this_run_is_reported(tmp_path):
     save(tmp_path, 5)
     write_manifest(tmp_path / "step_000005", [*CONTENTS, "critic"])
     assert find_start(tmp_path, config()).unused == ("critic",)
@@ -183,7 +183,7 @@ class Rollout:
         self.state |= {name: value for name, value in state.items() if name in self.state}
 
 
-def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
+def test_the_restored_rollout_holds_its_saved_state(tmp_path):
     queue = {"num_drawn": 9, "kept": ["group"], "open": []}
     cursor = ["prompt cursor (9 drawn)", "1 finished groups that wait", "0 prompts that are open"]
     pool = {"experiences": {"experiences": ["one", "two"]}}
@@ -207,7 +207,7 @@ def test_what_was_restored_of_the_rollout_is_what_it_holds_afterwards(tmp_path):
     )
 
 
-def test_other_prompts_begin_anew_only_where_that_is_accepted():
+def test_other_prompts_begin_anew_only_if_accepted():
     rollout, state = Rollout(prompts="mine"), {"prompts": "theirs", "queue": {"num_drawn": 9, "kept": [], "open": []}}
     with pytest.raises(UserError, match="the prompts are others"):
         restore_rollout(rollout, state, may_begin_anew=False)
@@ -216,7 +216,7 @@ def test_other_prompts_begin_anew_only_where_that_is_accepted():
     assert rollout.state["queue"]["num_drawn"] == 0
 
 
-def test_a_run_in_fp8_with_delayed_scaling_is_told_that_its_history_is_lost():
+def test_a_run_in_fp8_with_delayed_scaling_reports_its_lost_history():
     fp8 = [f"actor_rollout_ref.actor.megatron.{key}" for key in ("fp8=hybrid", "fp8_recipe=delayed")]
     (line,) = not_kept(config(*fp8))
     assert line.startswith("FP8 scaling history: no checkpoint holds it")
@@ -255,18 +255,18 @@ def test_layout_servers_and_the_length_of_the_run_may_change_and_are_reported(tw
         "algorithm.rollout_correction.max_mismatch=0.8",
     ],
 )
-def test_what_cures_a_run_that_stopped_itself_may_change_where_it_goes_on(cure):
+def test_the_cure_of_a_run_that_stopped_itself_may_change_at_its_resume(cure):
     (change,) = config_changes(config_to_plain(config()), config(cure))
     assert not matters(change, config())
 
 
-def test_the_length_of_the_run_matters_where_the_learning_rate_decays_over_it():
+def test_the_length_of_the_run_matters_if_the_learning_rate_decays_over_it():
     decaying = "actor_rollout_ref.actor.optim.lr_decay_style=cosine"
     (change,) = config_changes(config_to_plain(config(decaying)), config(decaying, "trainer.total_training_steps=7"))
     assert matters(change, config(decaying)) and not matters(change, config())
 
 
-def test_a_switch_that_is_left_to_its_coefficient_is_compared_by_what_it_means():
+def test_a_switch_left_to_its_coefficient_is_compared_by_its_meaning():
     switch, coefficient = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef=0.1"
     assert config_changes(config_to_plain(config(f"{switch}=false")), config()) == []
     assert config_changes(config_to_plain(config(f"{switch}=true", coefficient)), config(coefficient)) == []
@@ -294,7 +294,7 @@ def test_a_key_with_names_of_the_users_own_is_one_value():
         assert str(change) == f'{key} {{}} -> {{"one": 1}}' and matters(change, config())
 
 
-def test_a_key_that_the_program_no_longer_has_may_change_where_its_section_may():
+def test_a_removed_key_may_change_like_its_section():
     before = config_to_plain(config())
     before["weight_sync"]["gone"] = before["actor_rollout_ref"]["rollout"]["server"]["gone"] = 1
     before["algorithm"]["gone"] = 1
@@ -409,7 +409,7 @@ def test_a_signal_is_remembered_until_the_step_ends(tmp_path, number):
     assert signal.getsignal(number) == before
 
 
-def test_a_launchers_sigterm_is_told_as_what_its_user_did(tmp_path, monkeypatch):
+def test_a_launchers_sigterm_is_reported_as_its_users_action(tmp_path, monkeypatch):
     ends = EndFolder(tmp_path, start="now")
     for name, value in ends.variables().items():
         monkeypatch.setenv(name, value)

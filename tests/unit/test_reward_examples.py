@@ -44,7 +44,7 @@ def test_the_judge_of_the_example_counts_right_digits_through_its_endpoint(respo
     assert result.error is None and result.score == pytest.approx(0.5 * score)
 
 
-def test_the_judge_says_what_it_does_not_understand():
+def test_the_judge_reports_answers_it_cannot_read():
     assert "Score" not in judgement("how are you?")
 
 

@@ -138,7 +138,7 @@ def test_no_more_calls_are_under_way_than_the_key_allows():
     assert [result.error for result in results] == ["timeout"] * 2, "the third never came"
 
 
-def test_a_coroutine_that_sleeps_or_raises_costs_its_own_response_alone():
+def test_a_coroutine_that_sleeps_or_raises_costs_only_its_own_response():
     async def scenario(pool):
         return await asyncio.gather(*(pool.score("any", text, "1") for text in ("1", "sleep", "raise", "1", "0")))
 
@@ -154,7 +154,7 @@ def test_a_coroutine_that_sleeps_or_raises_costs_its_own_response_alone():
     assert stats == {"num_scored": 5, "num_timeouts": 1, "num_crashes": 0, "num_exceptions": 1}
 
 
-def test_what_an_ended_process_took_with_it_is_scored_by_the_next_and_what_ended_it_costs_itself_alone(tmp_path):
+def test_requests_lost_with_a_process_are_repeated_and_only_the_cause_is_lost(tmp_path):
     async def scenario(pool):
         extra_info = {"needs": 3, "or_file": str(tmp_path / "ended")}
         return await asyncio.gather(*(pool.score("any", text, "1", extra_info) for text in ("1", "1", "exit")))
@@ -185,7 +185,7 @@ def test_one_that_blocks_the_process_costs_the_others_there_nothing(tmp_path, mo
     assert [result.error for result in results] == [None, "timeout", None] and stats["num_timeouts"] == 1
 
 
-def test_an_object_whose_call_is_a_coroutine_is_awaited_and_what_only_returns_one_is_told_what_to_do():
+def test_an_object_with_a_coroutine_call_is_awaited_and_returning_one_is_refused_with_the_cure():
     result, _ = with_pool("with_call", lambda pool: pool.score("any", "1", "1"))
     assert result.correct
     result, _ = with_pool("wrapper", lambda pool: pool.score("any", "1", "1"))
@@ -217,7 +217,7 @@ def test_all_responses_to_a_prompt_are_scored_in_one_call():
     assert [each.score for each in in_loop] == [3.0, 1.0]
 
 
-def test_what_waits_is_scored_in_one_batch_and_a_bad_response_costs_itself_alone():
+def test_waiting_responses_are_one_batch_and_a_bad_one_costs_only_itself():
     async def scenario(pool):
         texts = ["1", "raise", *"10" * 3]
         return await asyncio.gather(*(pool.score("any", text, "1") for text in texts)), await pool.score(
@@ -243,7 +243,7 @@ def test_a_batch_that_nobody_waits_for_any_more_costs_nothing():
     assert result.correct and stats["num_scored"] == 1
 
 
-def test_a_signature_that_does_not_fit_is_told_with_that_of_its_form():
+def test_a_wrong_signature_is_refused_with_that_of_its_form():
     with pytest.raises(UserError, match=r"\(data_source, responses, ground_truth, extra_info, \*\*\{'bonus': 1\}\)"):
         with_pool("rank", lambda pool: None, kwargs={"bonus": 1})
 

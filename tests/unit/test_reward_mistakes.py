@@ -137,7 +137,7 @@ def test_a_mistake_is_one_sentence_with_key_and_cure(settings, key, words, place
         ("math_dapo", {"boxed": True}, "cannot be called as"),
     ],
 )
-def test_a_value_that_a_built_in_function_cannot_take_is_told_when_workers_start(function, kwargs, words):
+def test_a_value_that_a_built_in_function_cannot_take_is_refused_when_workers_start(function, kwargs, words):
     with pytest.raises(UserError, match=f"reward.kwargs.*{words}"):
         check_signature(function, kwargs)
 
@@ -151,7 +151,7 @@ def test_values_that_built_in_functions_take():
         check_signature(function, kwargs)
 
 
-def test_all_mistakes_of_a_command_are_told_at_once_with_exit_code_2():
+def test_all_mistakes_of_a_command_are_reported_at_once_with_exit_code_2():
     rows = [row for row in MISTAKES if len(row[0]) == 1 and "{" not in row[0][0]]
     settings = {row[0][0].partition("=")[0]: row for row in rows}  # of a key the last
     done = subprocess.run(

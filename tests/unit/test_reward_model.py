@@ -13,7 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout import reward_model_client as reward_model
 from megatron_dapo.rollout.controller import make_reward_model
 from megatron_dapo.rollout.reward_model_client import RewardModel
@@ -65,7 +65,7 @@ def scores(client, *responses, verdict=RIGHT, keys=(), down_timeout_s=20.0) -> l
     async def scenario():
         reward = config(*keys).reward
         model = RewardModel(Characters(), client, down_timeout_s)
-        scorers = Scorers(reward, [Weighed(model, reward.model.weight)])
+        scorers = Scorers(reward, [WeightedScorer(model, reward.model.weight)])
         prompt = Prompt(0, "key", (1,), "p", "any", "46", messages="p")
         try:
             return await asyncio.gather(*(scorers.combined(verdict, prompt, response) for response in responses))
@@ -75,7 +75,7 @@ def scores(client, *responses, verdict=RIGHT, keys=(), down_timeout_s=20.0) -> l
     return asyncio.run(scenario())
 
 
-def test_scores_are_added_or_take_the_place_of_the_rules_and_say_what_is_correct_where_there_is_no_rule():
+def test_scores_are_added_or_replace_the_rules_and_decide_correctness_without_a_rule():
     assert scores(Client(), "abc") == [RewardResult(4.0, True)]
     assert scores(Client(), "abc", keys=["reward.model.weight=0.5"]) == [RewardResult(2.5, True)]
     assert scores(Client(), "abc", keys=["reward.combine=model"]) == [RewardResult(3.0, True)]
@@ -93,7 +93,7 @@ def test_responses_that_wait_go_in_batches_and_one_without_a_verdict_is_not_aske
     assert scores(client, "abc", verdict=failed) == [failed] and len(client.batches) == 2
 
 
-def test_a_server_that_is_down_is_waited_for_and_one_that_stays_down_costs_the_verdict(monkeypatch):
+def test_a_server_that_is_down_is_awaited_and_costs_the_verdict_if_it_stays_down(monkeypatch):
     monkeypatch.setattr(reward_model, "_PAUSE_S", 0.001)
     down = ServerError("http://one:1", "/classify", None, "refused")
     assert scores(Client(down, ServerError("u", "r", 503, "starts"), down), "abc") == [RewardResult(4.0, True)]
@@ -120,14 +120,14 @@ def test_what_is_no_score_costs_the_verdict_at_once(answer, words):
     assert result.error.startswith("exception: ") and words in result.error and client.batches == [1]
 
 
-def test_in_a_batch_one_response_that_the_server_refuses_costs_itself_alone():
+def test_in_a_batch_one_response_that_the_server_refuses_costs_only_itself():
     refused = ServerError("u", "/classify", 400, "too long")
     client = Client(refused, refused)
     results = scores(client, "abc", "d", "ef")
     assert [result.error is None for result in results] == [False, True, True] and client.batches == [3, 1, 1, 1]
 
 
-def test_a_response_that_the_models_chat_template_refuses_costs_itself_alone():
+def test_a_response_that_the_models_chat_template_refuses_costs_only_itself():
     client = Client()
     refused, scored = scores(client, "unspeakable", "abc")
     assert refused.error == "exception: reward.model.path: the model's chat template refuses it"
@@ -141,7 +141,7 @@ def test_a_response_that_the_models_chat_template_refuses_costs_itself_alone():
         ([{"embedding": [0.5] * 1024}], "0 finite scores for 1 responses"),
     ],
 )
-def test_a_server_that_is_no_classifier_is_told_at_the_start(answer, words):
+def test_a_server_without_a_classifier_is_refused_at_the_start(answer, words):
     class Healthy(Client):
         async def wait_healthy(self, timeout_s):
             pass

@@ -49,7 +49,7 @@ async def alive(servers: RunServers) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_server_that_is_killed_twenty_times_in_mid_step_costs_no_sample_and_scores_none_twice(folder):
+def test_a_server_killed_twenty_times_in_mid_step_costs_no_sample_and_scores_none_twice(folder):
     keys = [
         f"reward.model.path={folder}/reward_model",
         f"actor_rollout_ref.rollout.server.max_restarts={NUM_KILLS}",

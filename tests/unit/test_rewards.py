@@ -120,7 +120,7 @@ def test_math_dapo_follows_the_minerva_rule(response, truth, correct):
     assert (verdict["score"], verdict["correct"]) == (1.0 if correct else -1.0, correct)
 
 
-def test_math_dapo_reads_boxed_answers_only_where_told_and_no_answer_line_exists():
+def test_math_dapo_reads_boxed_answers_only_on_request_and_without_an_answer_line():
     assert math_dapo("", boxed("34"), "34", {}, boxed_fallback=True)["correct"]
     assert not math_dapo("", boxed("34") + "\nAnswer: 35", "34", {}, boxed_fallback=True)["correct"]
 
@@ -242,7 +242,7 @@ def test_equal_fractions_are_equal_without_sympy(numerator, denominator, factor)
     assert not math_verify("", boxed(same), f"{numerator + 1}/{denominator}", {})["correct"]
 
 
-def test_the_last_boxed_content_is_found_whatever_its_braces():
+def test_the_last_boxed_content_is_found_with_any_braces():
     assert last_boxed("\\boxed{a} \\boxed{b{c}{d}}") == "b{c}{d}"
     assert last_boxed("\\boxed{a} \\boxed{b") == "a"
     assert last_boxed("\\boxed{\\boxed{3}}") == "3"
@@ -251,7 +251,7 @@ def test_the_last_boxed_content_is_found_whatever_its_braces():
     assert last_answer_line("no") is None
 
 
-def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
+def test_each_data_source_has_its_verifier_and_unknown_ones_are_refused():
     assert function_name("by_data_source", "math_dapo") == "math_dapo"
     assert function_name("by_data_source", "aime2024") == "math_dapo"
     assert function_name("by_data_source", "openai/gsm8k") == "math_verify"
@@ -265,7 +265,7 @@ def test_each_data_source_has_its_verifier_and_unknown_ones_are_told():
         check_reward("exactmatch", {})
 
 
-def test_the_score_of_a_wrong_answer_is_what_the_function_gives():
+def test_the_score_of_a_wrong_answer_is_the_functions():
     # test_reasoning_gym.py: it needs its package; test_code_tests.py: a sandbox
     for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym", "code_tests"}:
         wrong = score_response(name, {}, "math_dapo", boxed("1"), "2", {})
@@ -286,7 +286,7 @@ def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monk
 
 
 @pytest.mark.parametrize("work", [lambda: time.sleep(0.01), lambda: None], ids=["sleeps", "computes"])
-def test_the_time_limit_ends_what_sleeps_and_what_computes(monkeypatch, work):
+def test_the_time_limit_ends_sleep_and_computation(monkeypatch, work):
     def go_on(*args, **kwargs):
         while True:
             work()
@@ -296,7 +296,7 @@ def test_the_time_limit_ends_what_sleeps_and_what_computes(monkeypatch, work):
         math_verify("", boxed("x+x"), "2x", {}, time_limit_s=0.2)
 
 
-def test_the_time_limit_holds_even_where_its_first_alarm_is_lost(monkeypatch):
+def test_the_time_limit_holds_even_if_its_first_alarm_is_lost(monkeypatch):
     """What is raised in a destructor or a gc callback is dropped by Python; the next alarm comes a second later."""
     lost = []
 

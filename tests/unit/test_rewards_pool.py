@@ -227,7 +227,7 @@ SECRETS = {
 HARMLESS = {"TOKENIZERS_PARALLELISM": "false", "HF_HOME": "/cache", "MY_URL": "http://host:80/a@b", "MY_PATH": "/a:b@c"}
 
 
-def test_workers_see_no_secrets_but_those_that_are_passed_on_by_name(tmp_path, monkeypatch):
+def test_workers_see_only_secrets_passed_on_by_name(tmp_path, monkeypatch):
     for name, value in (SECRETS | HARMLESS).items():
         monkeypatch.setenv(name, value)
 
@@ -240,7 +240,7 @@ def test_workers_see_no_secrets_but_those_that_are_passed_on_by_name(tmp_path, m
     assert seen(pass_env=["OPENAI_API_KEY", "AWS_PROFILE"]) == {*HARMLESS, "OPENAI_API_KEY", "AWS_PROFILE"}
 
 
-def test_a_variable_to_pass_on_that_is_not_set_is_told_at_the_start(monkeypatch):
+def test_an_unset_variable_to_pass_on_is_refused_at_the_start(monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with pytest.raises(UserError, match=r"reward\.pass_env names JUDGE_API_KEY"):
         run_pool(lambda pool: pool.score(*request("")), pass_env=["JUDGE_API_KEY"])
@@ -366,7 +366,7 @@ def test_the_verifiers_of_the_prompts_sources_are_loaded_before_the_first_respon
 
 
 @pytest.mark.parametrize("function", ["by_data_source", "math_verify"])
-def test_a_parser_beside_another_antlr_runtime_is_told_at_the_start(tmp_path, monkeypatch, function):
+def test_a_parser_beside_another_antlr_runtime_is_refused_at_the_start(tmp_path, monkeypatch, function):
     (tmp_path / "antlr4_python3_runtime-4.12.0.dist-info").mkdir()
     (tmp_path / "antlr4_python3_runtime-4.12.0.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: antlr4-python3-runtime\nVersion: 4.12.0\n"
@@ -442,7 +442,7 @@ def ended_within(pid, seconds):
     return False
 
 
-def test_a_reward_module_that_exits_at_import_is_told_as_what_it_is(tmp_path, monkeypatch):
+def test_a_reward_module_that_exits_at_import_is_named(tmp_path, monkeypatch):
     (tmp_path / "exiting_rewards.py").write_text("import sys\nsys.exit('not like this')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UserError) as caught:
@@ -461,13 +461,13 @@ def test_a_reward_module_that_exits_at_import_is_told_as_what_it_is(tmp_path, mo
         ("by_data_source", {"marker": ":"}, ["reward.kwargs", "marker"]),
     ],
 )
-def test_a_reward_that_cannot_work_is_told_at_the_start(function, kwargs, words):
+def test_a_reward_that_cannot_work_is_refused_at_the_start(function, kwargs, words):
     with pytest.raises(UserError) as caught:
         run_pool(lambda pool: pool.score(*request("")), function, kwargs)
     assert all(word in str(caught.value) for word in words)
 
 
-def test_closing_answers_the_requests_in_flight_and_refuses_those_that_wait():
+def test_closing_answers_the_requests_in_flight_and_refuses_waiting_ones():
     async def main():
         pool = RewardPool("hostile_rewards:score", {}, 1, 600.0, 1024)
         await pool.start()

@@ -86,7 +86,7 @@ def gradients(parts: ModelParts) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_computes_what_the_given_experts_make_of_its_tokens(folders, layout, kind):
+def test_a_layer_computes_its_tokens_with_the_given_experts(folders, layout, kind):
     """The oracle, in float64: of these experts the softmax of the router's logits, over all or over them alone; or
     their sigmoid, divided by the sum and times 1.5, without the bias, and a shared expert."""
     norm, per_token = KINDS[kind]
@@ -154,7 +154,7 @@ def test_log_probs_are_those_of_transformers_whose_routers_get_the_same_experts(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replay_of_what_the_routers_choose_changes_no_bit(folders, layout, kind):
+def test_replay_of_the_routers_choice_changes_no_bit(folders, layout, kind):
     parts = model(folders[kind], layout)
     recorded = torch.zeros_like(lots(KINDS[kind][1]))
     results = []
@@ -210,7 +210,7 @@ def test_each_of_several_micro_batches_under_way_gets_its_own_experts_again_in_b
         assert torch.equal(got[name], value), name
 
 
-def test_the_share_of_other_experts_counts_sets_and_known_tokens_alone(folders, layout):
+def test_the_share_of_other_experts_counts_sets_and_only_known_tokens(folders, layout):
     parts = model(folders["weights divided by their sum"], layout)
     own = torch.zeros_like(lots(2))
     hidden_states(parts, 0, RouterPass(own, records=True))

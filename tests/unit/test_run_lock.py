@@ -36,10 +36,10 @@ def held(path):
             subprocess.run(["kill", str(child)], check=True)
 
 
-def test_a_second_run_is_refused_by_name_and_one_that_was_killed_is_no_obstacle(tmp_path):
+def test_a_second_run_is_refused_by_name_and_a_killed_one_is_no_obstacle(tmp_path):
     path = tmp_path / "run" / ".lock"
     with held(path) as process:
-        with pytest.raises(UserError, match=f"a run that is going on .process {process.pid} on .*trainer.run_dir"):
+        with pytest.raises(UserError, match=f"an active run .process {process.pid} on .*trainer.run_dir"):
             RunLock(path).acquire(patience_s=0)
         process.kill()
         process.wait()
@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_by_name_and_one_that_was_killed_is_no_obstacle(
         lock.release()
 
 
-def test_a_run_waits_for_one_that_is_about_to_end(tmp_path, monkeypatch):
+def test_a_run_waits_for_another_about_to_end(tmp_path, monkeypatch):
     path, lock = tmp_path / ".lock", RunLock(tmp_path / ".lock")
     with held(path) as process:
         monkeypatch.setattr(

@@ -40,7 +40,7 @@ def config_of(folder, *overrides: str) -> Config:
     return load_config(None, [f"trainer.run_dir={folder}/run", *overrides])
 
 
-def test_a_run_keeps_one_random_key_for_its_owners_eyes_alone(tmp_path):
+def test_a_run_keeps_one_random_key_readable_only_for_its_owner(tmp_path):
     config = config_of(tmp_path)
     path = make_server_key(config)
     key = read_server_key(path)
@@ -57,7 +57,7 @@ def test_of_many_that_make_the_key_at_once_all_read_the_same(tmp_path):
     assert len(keys) == 1
 
 
-def test_a_key_is_made_where_files_have_no_second_name(tmp_path, monkeypatch):
+def test_a_key_is_made_on_storage_without_links(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 

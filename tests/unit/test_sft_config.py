@@ -107,4 +107,4 @@ def test_planning_the_time_of_a_run_that_fine_tunes_is_refused(tmp_path, capsys)
     (tmp_path / "sft.yaml").write_text("sft: {enable: true}\n")
     (tmp_path / "config.json").write_text(json.dumps(MODEL_JSON))
     code = main(["plan", "--config", str(tmp_path / "sft.yaml"), f"actor_rollout_ref.model.path={tmp_path}"])
-    assert code == 2 and "sft.enable is true, whose batches no server samples" in capsys.readouterr().err
+    assert code == 2 and "sft.enable is true, whose batches come from no server" in capsys.readouterr().err

@@ -64,7 +64,7 @@ KINDS = pytest.mark.parametrize(
 @KINDS
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (8, 1)])
 @pytest.mark.parametrize("lengths", [[1], [5, 5], [1, 17, 3, 50, 2], list(range(1, 40))])
-def test_batched_decode_is_each_request_alone(lengths, num_heads, num_kv_heads, window, has_sinks):
+def test_batched_decode_equals_single_requests(lengths, num_heads, num_kv_heads, window, has_sinks):
     inputs = decode_inputs(lengths, num_heads, num_kv_heads, 16, seed=len(lengths)) | {"sliding_window_size": window}
     sinks = sinks_of(num_heads) if has_sinks else None
     result = batched_decode(None, backend(sinks), **inputs)
@@ -93,7 +93,7 @@ def extended_one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torc
     "lengths",
     [[(0, 1)], [(0, 6)] * 3, [(0, 6), (4, 2), (0, 9), (4, 2), (0, 6)], [(7, 1), (0, 17), (33, 5)], [(2, 3), (3, 9)]],
 )
-def test_batched_extend_is_each_request_alone(lengths, num_heads, num_kv_heads, window, has_sinks):
+def test_batched_extend_equals_single_requests(lengths, num_heads, num_kv_heads, window, has_sinks):
     inputs = extend_inputs(lengths, num_heads, num_kv_heads, seed=len(lengths)) | {"sliding_window_size": window}
     sinks = sinks_of(num_heads) if has_sinks else None
     result = batched_extend(None, backend(sinks), **inputs)
@@ -101,7 +101,7 @@ def test_batched_extend_is_each_request_alone(lengths, num_heads, num_kv_heads, 
     torch.testing.assert_close(result, extended_one_by_one(inputs, sinks), rtol=1e-5, atol=1e-5)
 
 
-def test_the_layers_of_a_step_share_where_its_requests_lie_and_the_next_step_looks_anew():
+def test_the_layers_of_a_step_share_the_cache_positions_and_the_next_step_computes_new_ones():
     first, second = (decode_inputs([5, 9, 2], 4, 2, 16, seed) for seed in (1, 2))
     for inputs, window in product((first, first, second, first), (None, 3)):  # layers of two kinds in turn
         inputs["sliding_window_size"] = window

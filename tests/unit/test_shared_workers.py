@@ -48,7 +48,7 @@ class Pool:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("bad", [{0}, {99}, {50}, {3, 40, 41}, {*range(100)}], ids=len)
-def test_only_what_ends_its_process_has_no_verdict_and_the_others_need_no_turn_each(bad, num_workers):
+def test_only_the_request_that_ends_its_process_has_no_verdict_and_others_stay_concurrent(bad, num_workers):
     async def scenario():
         pool = Pool()
         workers = SharedWorkers(pool, num_workers)
@@ -63,7 +63,7 @@ def test_only_what_ends_its_process_has_no_verdict_and_the_others_need_no_turn_e
     assert len(rounds) <= 2 * halvings * len(bad) + 3, "one at a time would be 100"
 
 
-def test_a_call_that_is_cancelled_while_it_waits_among_suspects_holds_up_nobody():
+def test_a_call_cancelled_among_waiting_suspects_holds_up_no_other():
     async def scenario():
         workers = SharedWorkers(Pool(), 1)
         calls = [asyncio.create_task(workers.ask({"is_bad": number == 1}, 60.0)) for number in range(4)]

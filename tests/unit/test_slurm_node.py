@@ -150,7 +150,7 @@ def task(tmp_path):
         process.wait()
 
 
-def test_a_trainer_that_failed_waits_until_its_peers_have_told_of_their_end(plan, monkeypatch):
+def test_a_failed_trainer_waits_for_the_end_records_of_its_peers(plan, monkeypatch):
     """Or Slurm would end them at once, and the one that was killed for want of memory would not be named."""
     plan = replace(plan, trainer_nodes=("t1", "t2"))
     monkeypatch.setattr(node.Orders, "SIGNALS", ())
@@ -205,7 +205,7 @@ time.sleep(60)
 """
 
 
-def test_of_a_cancelled_job_what_does_not_end_is_killed_with_all_that_it_started(task, tmp_path):
+def test_a_cancelled_jobs_stubborn_program_is_killed_with_its_children(task, tmp_path):
     process = task(TRAINER, DEAF)
     (tmp_path / "cancelled").touch()
     os.killpg(process.pid, signal.SIGTERM)
@@ -213,7 +213,7 @@ def test_of_a_cancelled_job_what_does_not_end_is_killed_with_all_that_it_started
     assert process.wait() == (-signal.SIGKILL) % 256
 
 
-def test_a_node_that_is_not_fit_says_why_and_that_it_ended(plan, monkeypatch, capsys):
+def test_an_unfit_node_reports_the_reason_and_its_end(plan, monkeypatch, capsys):
     def unfit(_: object) -> Path:
         raise UserError("The folder is not yours; set TMPDIR.")
 

@@ -65,7 +65,7 @@ def attempt(tmp_path) -> Attempt:
     return Attempt(tmp_path)
 
 
-def test_a_run_that_is_through_is_done(attempt):
+def test_a_finished_run_is_done(attempt):
     attempt.ended(TRAINER, t1=0, t2=0)
     attempt.saved(9)  # it need not have saved its last step
     ended = attempt.outcome(TRAINER, 0)
@@ -85,7 +85,7 @@ def test_a_user_s_stop_file_and_a_chain_of_jobs_requeue_nothing(attempt, facts):
     attempt.ended(TRAINER, t1=85)
     attempt.saved(9)
     ended = attempt.outcome(TRAINER, 0, **facts)
-    assert (ended.code, ended.requeue) == (85, False) and "goes on from there" in ended.line
+    assert (ended.code, ended.requeue) == (85, False) and "resumes it" in ended.line
 
 
 def test_an_attempt_that_gained_no_step_is_not_repeated(attempt):
@@ -155,7 +155,7 @@ def test_a_job_is_requeued_at_most_so_often(attempt):
     assert (ended.code, ended.requeue) == (13, False) and "requeued 1 times, and MAX_RESTARTS is 1" in ended.line
 
 
-def test_the_rank_that_died_is_blamed_not_the_one_that_lost_its_peer(attempt):
+def test_the_dead_rank_is_blamed_not_its_peer(attempt):
     said = "RuntimeError: [gloo] Connection closed by peer [10.0.0.2]:1"
     attempt.rank_ended(0, EndKind.PEER_LOST, 1, said, time=4)
     attempt.rank_ended(3, EndKind.KILLED, 137, "was killed by SIGKILL", host="t2", time=5)
@@ -165,7 +165,7 @@ def test_the_rank_that_died_is_blamed_not_the_one_that_lost_its_peer(attempt):
     assert ended.line == f"FAILED (12): rank 3 on t2 was killed by SIGKILL; see {attempt.logs}/trainer-rank-3.log"
 
 
-def test_the_first_of_several_errors_is_told_in_its_own_words(attempt):
+def test_the_first_of_several_errors_is_quoted(attempt):
     for node, rank, second in (("t1", 1, 9), ("t2", 2, 7)):
         said = f"torch.OutOfMemoryError: {rank} GiB"
         attempt.rank_ended(rank, EndKind.FAILED, 1, said, host=node, time=second)
@@ -173,7 +173,7 @@ def test_the_first_of_several_errors_is_told_in_its_own_words(attempt):
     assert "rank 2 on t2 ended with exit code 1: torch.OutOfMemoryError: 2 GiB; see" in ended.line
 
 
-def test_a_hang_is_told_in_the_words_of_rank_0_which_ends_last(attempt):
+def test_a_hang_is_reported_in_the_words_of_rank_0_which_ends_last(attempt):
     said = "Hang: rank 0 made no progress for 60 s in `update` of step 3; missing: rank 2 (process 5 on t2)"
     for node, rank in (("t2", 3), ("t1", 0)):
         attempt.rank_ended(rank, EndKind.HANG, 14, f"{said}, says {rank}", host=node, time=-rank)
@@ -236,7 +236,7 @@ def test_servers_that_all_hang_are_the_cause_too(attempt):
 @pytest.mark.parametrize(
     "sentence", ["", "all SGLang servers have been down", "2 mistakes to correct:", "SAVED", "Hang:"]
 )
-def test_the_words_of_a_record_change_neither_exit_code_nor_what_is_restarted(attempt, kind, sentence):
+def test_the_words_of_a_record_change_neither_exit_code_nor_restarts(attempt, kind, sentence):
     """Who rewords a message changes what users read, and nothing else."""
     attempt.ended(TRAINER, t1=1)
     attempt.rank_ended(0, kind, 1, sentence)

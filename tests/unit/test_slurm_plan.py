@@ -61,7 +61,7 @@ def test_the_command_line_of_each_role_is_this_one():
     ]
 
 
-def test_the_body_is_told_the_folders_and_srun_s_arguments_of_each_role():
+def test_the_body_gets_the_folders_and_sruns_arguments_of_each_role():
     assert (
         make_plan(config(), allocation(SLURM_RESTART_COUNT="2")).shell()
         == """\
@@ -127,7 +127,7 @@ def test_where_the_job_starts_no_servers_it_has_no_server_nodes(override):
     assert server_overrides == [f"{SERVER}.nnodes=0"], "no process of the job counts the recipe's server nodes"
 
 
-def test_a_node_count_that_does_not_fit_is_told_with_both_numbers():
+def test_a_wrong_node_count_is_refused_with_both_numbers():
     (sentence,) = refusals(nodes=allocation("a1", "a2"))
     assert "Slurm gave 2 nodes (a1 a2)" in sentence and "nnodes 2 + " in sentence and "sbatch --nodes=3" in sentence
     (sentence,) = refusals(f"{SERVER}.nnodes=0")
@@ -218,7 +218,7 @@ def test_planning_writes_the_attempt_s_folder_and_names_it_last(tmp_path, monkey
     )
 
 
-def test_a_requeued_job_goes_on_from_its_own_checkpoint_whatever_the_first_attempt_was_told(tmp_path, monkeypatch):
+def test_a_requeued_job_resumes_its_own_checkpoint_despite_the_first_attempts_options(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     arguments = [*recipe(tmp_path, "trainer.resume=never"), "--nodes", "a,b"]
     save(recipe(tmp_path)[1:], tmp_path, step=12)
@@ -238,7 +238,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize("damage", ["", "\0\0\0\n", '{"step": 9, "rew'])
-def test_a_run_that_is_done_has_nothing_left_for_the_next_job_of_a_chain(damage, tmp_path, monkeypatch, capsys):
+def test_a_finished_run_leaves_nothing_for_the_next_job_of_a_chain(damage, tmp_path, monkeypatch, capsys):
     """Also where its metrics end with what a full disk or a lost one leaves."""
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     (tmp_path / "run" / "model").mkdir(parents=True)
@@ -256,7 +256,7 @@ def sized(folder, model: dict, *overrides: str) -> Config:
     return load_config(REPOSITORY / "configs" / "dapo_32b.yaml", [path, *overrides])
 
 
-def test_the_plan_says_whether_the_notice_is_enough_for_what_is_left_of_a_step(tmp_path):
+def test_the_plan_compares_the_notice_with_the_rest_of_a_step(tmp_path):
     """8192 samples of 22528 tokens with 32.8e9 parameters on 64 GPUs: by hand, with products alone, 8 N T FLOPs (update
     and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s; attention over 22528 tokens adds a quarter or so."""
     made = sized(tmp_path, QWEN2_5_32B)
@@ -272,7 +272,7 @@ def test_the_plan_says_whether_the_notice_is_enough_for_what_is_left_of_a_step(t
     assert rest_of_a_step(half) - 600 == pytest.approx((rest_of_a_step(made) - 600) / 2)
 
 
-def test_nothing_is_said_of_a_notice_or_a_model_that_is_not_known(tmp_path):
+def test_an_unknown_notice_or_model_has_no_line(tmp_path):
     assert notice_line(sized(tmp_path, QWEN2_5_32B), None) is None
     assert notice_line(config("actor_rollout_ref.model.path=/nowhere"), 7200) is None
 

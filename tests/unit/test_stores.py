@@ -28,7 +28,7 @@ def listens_on(port: int) -> set[str]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_a_store_listens_on_the_address_that_its_ranks_use_alone(address):
+def test_a_store_listens_only_on_the_address_of_its_ranks(address):
     hosted = stores.host_store(address, 0, SOON)
     assert listens_on(hosted.port) == {"127.0.0.1"}
     joined = stores.join_store(address, hosted.port, SOON)
@@ -49,7 +49,7 @@ def test_a_name_that_others_may_resolve_to_another_address_is_served_on_all():
     assert listens_on(hosted.port) & {"::", "0.0.0.0"}
 
 
-def test_ranks_of_one_machine_meet_on_loopback_whatever_it_is_called(monkeypatch):
+def test_ranks_of_one_machine_meet_on_loopback_under_any_host_name(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node1.example")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

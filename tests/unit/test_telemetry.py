@@ -120,7 +120,7 @@ def test_the_records_of_a_long_run_are_read_in_one_pass(tmp_path, monkeypatch):
     assert places.call_count < 1500
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_takes_back_what_came_after_it(tmp_path):
+def test_a_resumed_run_removes_the_records_after_its_checkpoint(tmp_path):
     run(telemetry(tmp_path, "jsonl", "tensorboard"), steps=4)
     config = load_config(None, ["trainer.logger=[jsonl, tensorboard]"])
     resumed = Telemetry(config, RunFolder(tmp_path), resumed_after=2)
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_back_what_came_after_it(tmp_
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
 
 
-def test_a_resumed_run_keeps_its_steps_whatever_else_is_in_metrics_jsonl(tmp_path, caplog):
+def test_a_resumed_run_keeps_its_steps_beside_damaged_lines_of_metrics_jsonl(tmp_path, caplog):
     run(telemetry(tmp_path, "jsonl"), steps=4)
     path = RunFolder(tmp_path).metrics
     lines = path.read_bytes().splitlines(keepends=True)
@@ -157,7 +157,7 @@ def test_a_resumed_run_keeps_its_steps_whatever_else_is_in_metrics_jsonl(tmp_pat
     resumed.close()
     assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 3]
-    assert "7 lines that are no records are removed" in caplog.text
+    assert "7 damaged lines are removed" in caplog.text
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def test_no_sink_that_cannot_write_ends_the_run_or_keeps_the_others_from_writing
     assert sum("metrics for tensorboard cannot be written" in text for text in caplog.messages) == 1
 
 
-def test_a_metrics_file_that_cannot_be_made_is_told_in_one_sentence(tmp_path):
+def test_a_metrics_file_that_cannot_be_made_is_one_sentence(tmp_path):
     RunFolder(tmp_path).metrics.mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written .*another trainer\.run_dir"):
         telemetry(tmp_path, "jsonl")
@@ -348,7 +348,7 @@ sys.exit(85)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal", "closed"])
-def test_a_run_goes_on_and_keeps_its_exit_code_when_nobody_reads_what_it_says(tmp_path, kind):
+def test_a_run_continues_with_its_exit_code_after_its_reader_is_gone(tmp_path, kind):
     ours, its = pty.openpty() if kind == "terminal" else os.pipe()
     command = [sys.executable, "-c", OUTLIVES_ITS_READER, str(tmp_path)]
     if kind == "closed":
@@ -401,14 +401,14 @@ def test_the_console_says_once_in_a_row_that_cut_responses_are_paid(tmp_path, ca
     assert [line.partition(" of the truncated")[0] for line in said] == ["step 2: 34%", "step 6: 21%"]
 
 
-def test_the_last_line_leaves_out_what_no_step_reported():
+def test_the_last_line_leaves_out_unreported_figures():
     line = RunLine()
     assert line.line() is None
     line.add({"reward/mean": 1.0, "response_length/max": 12.0})
     assert line.line() == "all steps: longest response 12"
 
 
-def test_a_terminal_shows_one_time_that_is_left(monkeypatch):
+def test_a_terminal_shows_one_remaining_time(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdout", terminal)
@@ -470,7 +470,7 @@ def test_the_closing_table_compares_the_ends_of_the_run_and_accounts_for_all_tim
     assert "entropy" not in rows
 
 
-def test_the_closing_table_tells_what_lost_servers_cost():
+def test_the_closing_table_shows_the_cost_of_lost_servers():
     def step(number: int, current: float, tokens: int, rejoins: int) -> dict:
         servers = {"rollout/num_servers": 3, "rollout/num_servers_current": current, "weight_sync/num_rejoins": rejoins}
         return {"step": number, "time/step": 2.0, "rollout/num_tokens": tokens, **servers}

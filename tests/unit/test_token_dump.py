@@ -60,7 +60,7 @@ def written(folder, groups, mini_batches, num_groups: int = 2) -> TokenDump | No
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_each_token_of_a_kept_response_has_what_the_trainer_knows_of_it(tmp_path, groups, packed):
+def test_each_token_of_a_kept_response_has_the_trainers_values(tmp_path, groups, packed):
     dump = written(tmp_path, groups, micro_batches(groups, packed))
     samples = [sample for group in groups[:2] for sample in group.samples]
     advantages = {
@@ -148,5 +148,5 @@ class DropsFirstSpace:
         return "".join({1: " a", 2: "b"}[token] for token in tokens).removeprefix(" ")
 
 
-def test_a_token_keeps_its_space_where_the_tokenizer_drops_that_of_a_texts_beginning():
+def test_a_token_keeps_its_space_even_if_the_tokenizer_drops_a_texts_first():
     assert TokenTexts(DropsFirstSpace()).of(np.array([1, 2, 1])) == {1: " a", 2: "b"}

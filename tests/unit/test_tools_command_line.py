@@ -35,7 +35,7 @@ def terminal(monkeypatch) -> Terminal:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_help_names_every_option_with_what_it_is_for(tool, capsys):
+def test_help_explains_every_option(tool, capsys):
     with pytest.raises(SystemExit) as end:
         import_module(f"checkpoints_tools.{tool}").main(["--help"])
     printed = " ".join(capsys.readouterr().out.split())
@@ -53,7 +53,7 @@ def test_a_bar_is_shown_on_a_terminal(terminal):
 
 
 @pytest.mark.parametrize("why", ["another process", "no terminal"])
-def test_no_bar_is_shown_where_nobody_looks(terminal, monkeypatch, why):
+def test_no_bar_is_shown_without_a_terminal(terminal, monkeypatch, why):
     if why == "another process":
         monkeypatch.setenv("SLURM_PROCID", "1")
     else:
@@ -79,7 +79,7 @@ def test_comparing_checksums_shows_a_bar_of_all_bytes(tmp_path, terminal, monkey
     ("tool", "option", "smallest"),
     [("hf_to_megatron", "--tp", 1), ("megatron_to_hf", "--pp", 1), ("verify_checkpoint", "--num-tokens", 0)],
 )
-def test_a_number_that_is_none_or_too_small_is_refused(tool, option, smallest, capsys):
+def test_an_invalid_or_too_small_number_is_refused(tool, option, smallest, capsys):
     for wrong in ("two", str(smallest - 1)):
         with pytest.raises(SystemExit) as end:
             import_module(f"checkpoints_tools.{tool}").main([option, wrong])

@@ -32,7 +32,7 @@ def test_packed_attention_is_that_of_its_segments(changes):
     checks.check_packed_attention(torch.device("cpu"), torch.float32, attention, bound=1e-5)
 
 
-def test_variable_length_attention_is_called_with_what_its_version_of_torch_takes(monkeypatch):
+def test_variable_length_attention_is_called_with_the_arguments_of_its_torch_version(monkeypatch):
     """torch 2.11 groups heads without being told; later versions ask for enable_gqa."""
     calls = []
 

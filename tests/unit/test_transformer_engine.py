@@ -119,7 +119,7 @@ def test_the_plan_says_which_layers_a_run_will_have(wanted, expected):
         ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, [f"{MEGATRON}.fp8 is e4m3", "set fp8 to none"]),
     ],
 )
-def test_asking_for_it_where_it_cannot_be_is_an_error_with_the_cure(model_path, settings, words):
+def test_requiring_it_without_support_is_an_error_with_the_cure(model_path, settings, words):
     with pytest.raises(UserError) as error:
         build_model(read_model_spec(model_path), None, MegatronConfig(**settings))
     (sentence,) = error.value.sentences
@@ -190,7 +190,7 @@ def test_a_norm_has_one_name_in_checkpoints_apart_from_the_product_behind_it_too
     ("recipe", "multiple"), [("tensorwise", 16), ("delayed", 16), ("mxfp8", 32), ("blockwise", 128)]
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_micro_batches_are_padded_to_what_fp8_products_take(layout, model_path, recipe, multiple, packed):
+def test_micro_batches_are_padded_for_fp8_products(layout, model_path, recipe, multiple, packed):
     config = load_config(
         None,
         [

@@ -93,7 +93,7 @@ def test_a_rank_takes_one_cudnn_though_the_system_has_another(packages):
 
 
 @pytest.mark.parametrize("variable", ["CUDNN_HOME", "CUDNN_PATH"])
-def test_a_cudnn_that_the_user_names_beside_torchs_is_told(packages, variable):
+def test_a_users_cudnn_beside_torchs_is_reported(packages, variable):
     said = probed(packages, **{variable: str(packages / "system")})
     files = {str(packages / "nvidia/cudnn/lib/libcudnn.so.9"), str(packages / "system/libcudnn.so")}
     assert set(said["cudnn_files"]) == files
@@ -110,7 +110,7 @@ def test_a_rank_takes_the_cudnn_of_the_packages_unless_the_user_names_one(packag
         assert got == (user_set or {"CUDNN_HOME": str(packages / "nvidia/cudnn")})
 
 
-def test_why_it_cannot_be_imported_is_told_before_a_job_waits_for_its_nodes(broken):
+def test_a_failed_import_is_reported_before_a_job_waits_for_its_nodes(broken):
     here = transformer_engine.EngineHere(**probed(broken))
     why = "ImportError: libcudnn_graph.so.9: cannot open shared object file"
     assert here.error == why and f"cannot be imported ({why})" in str(here)
@@ -120,7 +120,7 @@ def test_why_it_cannot_be_imported_is_told_before_a_job_waits_for_its_nodes(brok
     assert gpus.engine_fault(load_config(None, [f"{USE}=off"]), here) is None
 
 
-def test_a_node_without_it_and_one_that_shares_torchs_cudnn_are_fit():
+def test_a_node_without_it_or_with_torchs_cudnn_is_fit():
     fit = transformer_engine.EngineHere("2.18.0", None, "9.24.0", "9.24.0", ("/libcudnn.so.9",))
     for here, words in ((transformer_engine.EngineHere(), "no Transformer Engine"), (fit, "2.18.0 with cuDNN 9.24.0")):
         assert gpus.engine_fault(load_config(None, []), here) is None and words in str(here)
@@ -143,7 +143,7 @@ def test_a_trainer_that_needs_it_says_why_it_cannot_be_imported(broken, monkeypa
     assert not build._use_transformer_engine(MegatronConfig(dtype="bfloat16"))
 
 
-def test_a_trainer_names_what_is_missing(monkeypatch):
+def test_a_trainer_names_the_missing_package(monkeypatch):
     on = MegatronConfig(use_transformer_engine="on", dtype="float32")
     with pytest.raises(UserError, match="torch finds no GPU here"):
         build._use_transformer_engine(on)

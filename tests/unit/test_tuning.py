@@ -36,7 +36,7 @@ def test_what_the_table_does_not_name_gets_the_default(size):
     assert tuning.lookup(*size) == tuning.default()
 
 
-def test_sizes_are_what_triton_can_take():
+def test_sizes_are_valid_for_triton():
     for row in [json.loads(tuning.TABLE.read_text())["default"], *rows()]:
         assert all(size & (size - 1) == 0 for size in (row["block_v"], row["num_warps"]))
         assert row["block_v"] >= 128 * row["num_warps"], "four numbers per thread are one wide load"
@@ -46,7 +46,7 @@ def test_a_processor_without_a_row_of_its_own_has_a_name():
     assert tuning.architecture(torch.device("cpu")) == "cpu"
 
 
-def test_generations_share_a_row_whatever_their_minor_version(monkeypatch):
+def test_generations_share_a_row_across_minor_versions(monkeypatch):
     for capability, name in (((8, 6), "sm_80"), ((9, 0), "sm_90"), ((10, 3), "sm_100"), ((12, 0), "sm_120")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         assert tuning.architecture.__wrapped__(torch.device("cuda")) == name

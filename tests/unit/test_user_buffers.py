@@ -144,7 +144,7 @@ def test_gpus_that_cannot_have_them_are_a_sentence(asked, monkeypatch):
     assert f"{MEGATRON}.tp_comm_overlap is true" in sentence and "does not support comm+GEMM" in sentence
 
 
-def test_megatron_is_told_where_the_layers_are_its(layout, model_path, asked, monkeypatch):
+def test_megatron_gets_the_length_if_the_layers_are_its(layout, model_path, asked, monkeypatch):
     configs = []
     monkeypatch.setattr(build, "_use_transformer_engine", lambda megatron: True)
     monkeypatch.setattr("megatron.core.models.common.embeddings.rope_utils.fused_apply_rotary_pos_emb", print)

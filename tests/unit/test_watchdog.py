@@ -37,11 +37,11 @@ def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> 
         ({0: place(5, 9, waits=True), 1: place(5, 9, waits=True)}, set(), []),
     ],
 )
-def test_the_missing_ranks_are_those_that_the_others_wait_for(places, silent, blamed):
+def test_the_missing_ranks_are_the_awaited_ones(places, silent, blamed):
     assert missing(places, silent) == blamed
 
 
-def test_where_no_rank_stands_out_every_place_is_told_up_to_a_number():
+def test_if_no_rank_stands_out_all_positions_are_listed_up_to_a_number():
     said = sentence(
         "why", {rank: place(5, at="megatron_dapo/x.py:3") for rank in range(20)}, {}, set(), Path("logs/hang")
     )
@@ -71,7 +71,7 @@ def test_the_time_in_which_the_whole_process_was_stopped_is_no_silence(monkeypat
 
 
 def test_a_phase_within_a_phase_gives_way_to_the_outer_one_again():
-    here = watchdog._here
+    here = watchdog._position
     with watchdog.phase("rollout"):
         began = here.entered
         with watchdog.phase("weight_sync"):
@@ -91,7 +91,7 @@ def test_a_rank_that_waits_is_known_without_its_source_which_may_be_on_a_file_sy
 
 
 @pytest.mark.parametrize(("uses_gpu", "recorders"), [(False, ["gloo"]), (True, ["nccl", "gloo"])])
-def test_nccls_record_is_kept_where_a_gpu_is_used_though_torch_has_one_everywhere(uses_gpu, recorders, monkeypatch):
+def test_nccls_record_is_kept_only_with_a_gpu_though_torch_always_has_one(uses_gpu, recorders, monkeypatch):
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         monkeypatch.setattr(torch._C._distributed_c10d, name, lambda: "{}", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)

@@ -96,7 +96,7 @@ def test_a_group_is_left_at_once_though_nccl_takes_long_to_abort_it(made):
     group.close()  # harmless
 
 
-def test_a_group_that_is_left_begins_with_no_broadcast_that_still_waits(made):
+def test_an_abandoned_group_begins_no_waiting_broadcast(made):
     group = BroadcastGroup("weights-0", "127.0.0.1", 2, CUDA, 7.0)
     group.ready.result(WAIT_S)
     is_under_way = threading.Event()
@@ -149,7 +149,7 @@ def seen(monkeypatch) -> list[dict]:
     return noted
 
 
-def test_the_trainer_prepares_nccl_before_it_joins_and_what_the_user_set_stays(seen, monkeypatch):
+def test_the_trainer_prepares_nccl_before_it_joins_and_keeps_the_users_settings(seen, monkeypatch):
     monkeypatch.setattr("megatron_dapo.platform.parallel.prepare_megatron", lambda: None)
     monkeypatch.setattr("megatron_dapo.platform.parallel.is_gpu", lambda: True)
     for environment in ({}, dict.fromkeys((*nccl.ENVIRONMENT, BLOCKING_WAIT), "1")):

@@ -132,7 +132,7 @@ def held(tensors: dict[str, torch.Tensor], name: str, rank: int, size: int, kv: 
     return server_tensor(parts, [tensors[part.name] for part in parts], rank, size, kv)
 
 
-def test_fused_parameters_are_stacked_in_the_servers_order_whatever_order_they_come_in():
+def test_fused_parameters_are_stacked_in_the_servers_order_for_any_input_order():
     tensors = layer(heads=4, kv_heads=2)
     p = "model.layers.0."
     backwards = dict(reversed(tensors.items()))

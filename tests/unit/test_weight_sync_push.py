@@ -283,7 +283,7 @@ def test_what_sets_a_server_going_that_was_left_out_ends_before_the_next_push_op
     assert server.hang_over.wait(SOON_S), "otherwise it would close the session of the second push"
 
 
-def test_an_abandoned_group_is_destroyed_once_by_every_member_when_that_is_there(monkeypatch):
+def test_an_abandoned_group_is_destroyed_once_by_every_member_after_its_return(monkeypatch):
     asked: list[tuple[str, str]] = []
 
     class Calls:

@@ -48,12 +48,12 @@ def failed(text: str) -> Future:
     return answer
 
 
-def test_a_server_that_refuses_is_named_and_not_one_that_waits_in_the_collective_with_it():
+def test_a_refusing_server_is_named_and_not_its_waiting_peers():
     error = named(Calls(), failed("out of order"))
     assert f"server {OTHER}: ValueError: out of order" in error and HEALTHY not in error
 
 
-def test_a_server_that_is_gone_is_named_before_one_that_fails_on_its_account():
+def test_a_dead_server_is_named_before_one_that_fails_because_of_it():
     error = named(Calls(HEALTHY), failed("connection closed by peer"))
     assert f"server {HEALTHY}: connection refused" in error and OTHER not in error
 
@@ -66,7 +66,7 @@ def test_at_the_deadline_the_silent_one_is_named():
 
 
 @pytest.mark.parametrize("flushes", [True, False])
-def test_a_server_bears_no_version_from_the_first_bucket_to_the_last_and_flushes_with_the_last_alone(flushes: bool):
+def test_a_server_has_no_version_between_first_and_last_bucket_and_flushes_only_with_the_last(flushes: bool):
     asked: list[tuple[int, bool]] = []
 
     class Server:

@@ -12,7 +12,8 @@ from megatron_dapo.checkpointing.torch_dist.reading import PickledObject
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.platform.device import is_gpu
 
-# numpy's state holds an array; it is read as a record of its bytes, since numpy's own classes take more than numbers
+# numpy's state holds an array; it is read as a record of its bytes, since numpy's own classes take
+# more than numbers
 STORED_CLASSES = [
     (PickledObject, name)
     for name in ("numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.dtypes.UInt32DType")
@@ -31,7 +32,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Set all of them to what `generator_states` returned, read with `STORED_CLASSES`."""
+    """Set all generators to a result of `generator_states`, read with `STORED_CLASSES`."""
     random.setstate(states["python"])
     name, key, *rest = states["numpy"]
     np.random.set_state((name, np.frombuffer(key.state[-1], "<u4"), *rest))
@@ -50,7 +51,7 @@ def derived_seed(states: dict[str, Any]) -> int:
 
 
 def reseed(seed: int, rank: int) -> None:
-    """Seed all generators anew, where the ranks of a checkpoint and of this run do not correspond.
+    """Seed all generators anew, if the ranks of a checkpoint and of this run do not correspond.
 
     Megatron derives the tensor- and pipeline-parallel ones from the one seed.
     """

@@ -1,4 +1,4 @@
-"""Loading, strictly: every tensor of this run is in the checkpoint, of the same shape, and nothing else is."""
+"""Loads strictly: the checkpoint has every tensor of this run, of the same shape, and no others."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -44,15 +44,14 @@ _MAX_NAMED = 4  # tensors that an error names
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded.
-
-    restored: of model, optimizer, lr_schedule, rng. not_restored: sentences. written_with: sizes of the layout that the
-    checkpoint was written with (tp, pp, vpp, dp, ep, cp, world_size).
-    """
+    """The result of a load."""
 
     restored: tuple[str, ...]
+    """Of model, optimizer, lr_schedule, rng."""
     not_restored: tuple[str, ...]
+    """Sentences."""
     written_with: dict[str, int]
+    """Sizes of the layout that wrote the checkpoint: tp, pp, vpp, dp, ep, cp, world_size."""
 
 
 def load(
@@ -64,11 +63,18 @@ def load(
     lr_schedule: OptimizerParamScheduler | None = None,
     adapters: bool = False,
 ) -> LoadReport:
-    """Fill the model, and what else is given, in place. Collective over all ranks; any layout may have written it.
+    """Fill the model, and the optional objects, in place. Collective over all ranks; any layout may
+    have written it.
 
-    Without an optimizer only the weights are read, before one is made: it copies them; a critic then takes the body of
-    a policy. adapters: read these of a model that has some, and not its frozen weights. Raises UserError on every rank,
-    naming what is missing, unexpected or of another shape; the model is then to be thrown away.
+    Without an optimizer only the weights are read; make the optimizer afterwards, since it copies
+    them. A critic then takes the body of a policy.
+
+    Args:
+        adapters: read the model's adapters, and not its frozen weights.
+
+    Raises:
+        UserError: on every rank, naming missing and unexpected tensors and other shapes; then
+            discard the model.
     """
     folder = Path(folder)
     index, common = _read_index(folder, layout)
@@ -111,7 +117,7 @@ def load(
 
 
 def _read_index(folder: Path, layout: ParallelLayout) -> tuple[Metadata, dict[str, Any]]:
-    """Return how everything is stored, and what all ranks have in common."""
+    """Return the index of all tensors, and the state common to all ranks."""
 
     def read() -> tuple[Metadata, dict[str, Any]]:
         try:
@@ -127,7 +133,8 @@ def _read_index(folder: Path, layout: ParallelLayout) -> tuple[Metadata, dict[st
 
 
 def _contents(folder: Path) -> tuple[Metadata, dict[str, Any]]:
-    """Read the index and the common state. Raises anything for a damaged file, ValueError for another format."""
+    """Read the index and the common state. Raises anything for a damaged file, ValueError for
+    another format."""
     index = read_index(folder)
     mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
     if mark["sharded_backend"] != TORCH_DIST["sharded_backend"]:
@@ -146,8 +153,11 @@ def _stored_shapes(index: Metadata) -> dict[str, tuple[int, ...]]:
 def _weights(
     model: ModelParts, layout: ParallelLayout, shapes: dict[str, tuple[int, ...]], adapters: bool
 ) -> Iterator[TensorSlice]:
-    """Yield the slices of the weights alone; `shapes` loses what is not wanted: moments, and a policy's head where a
-    critic takes its body, whose own head keeps its values then."""
+    """Yield the slices of the weights only.
+
+    `shapes` loses the unwanted tensors: moments, and a policy's head if a critic takes its body;
+    the critic's own head then keeps its values.
+    """
     for name in [name for name in shapes if name.startswith(OPTIMIZER_PREFIX)]:
         del shapes[name]
     if model.spec.value_head:
@@ -161,8 +171,8 @@ def _weights(
 def _refuse_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], adapters: bool) -> None:
     if not adapters and any(name.startswith(ADAPTERS) for name in shapes):
         raise UserError(
-            f"{folder} holds adapters (LoRA) without the weights that they belong to; give the run's model/, in which "
-            f"they are merged, or the base model, with actor_rollout_ref.model.lora_adapter_path "
+            f"{folder} holds adapters (LoRA) without their base weights; give the run's model/, with the merged "
+            f"weights, or the base model, with actor_rollout_ref.model.lora_adapter_path "
             f"{folder.parent / ADAPTER}."
         )
 
@@ -181,7 +191,7 @@ def _check_training_state(folder: Path, common: dict[str, Any], model: ModelPart
 def _check_tensors(
     folder: Path, stored: dict[str, tuple[int, ...]], slices: Iterable[TensorSlice], layout: ParallelLayout
 ) -> None:
-    """Compare names and shapes with what all ranks together want. Collective; raises UserError on all."""
+    """Compare names and shapes with the needs of all ranks. Collective; raises UserError on all."""
     wanted: dict[str, tuple[int, ...]] = {}
     for shapes in layout.gather({each.name: each.whole_shape for each in slices}):
         wanted |= shapes
@@ -235,7 +245,8 @@ def _restore_generators(folder: Path, stored: list[dict[str, Any]]) -> None:
 
 
 def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> None:
-    """Set the rows beyond the vocabulary, which no checkpoint has, to zero, as when Hugging Face weights are read."""
+    """Set the rows beyond the vocabulary, absent from checkpoints, to zero, as for Hugging Face
+    weights."""
     padded = {
         parameter
         for chunk in model.chunks
@@ -252,9 +263,9 @@ def _zero_padding(model: ModelParts, optimizer: MegatronOptimizer | None) -> Non
 
 
 def restore_schedule(lr_schedule: OptimizerParamScheduler, saved: dict) -> list[str]:
-    """Continue at the saved step; everything else of the schedule is as this run's configuration says.
+    """Continue at the saved step; everything else of the schedule follows this run's configuration.
 
-    Returns a sentence that names what of it differs from the saved one, and is read.
+    Returns a sentence that names the differences that matter.
     """
     lr_schedule.num_steps = 0
     lr_schedule.step(increment=saved["num_steps"])

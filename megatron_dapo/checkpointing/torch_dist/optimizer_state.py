@@ -1,7 +1,9 @@
-"""One view of Megatron's optimizers, sharded over data-parallel ranks or not, of torch's Adam and of fused ones.
+"""One view of Megatron's optimizers, sharded over data-parallel ranks or not, of torch's Adam and
+of fused ones.
 
-Megatron's own distributed optimizer cannot load into torch's Adam, which keeps the number of steps per parameter and is
-what Megatron uses where neither Transformer Engine nor apex is installed; and it gathers all states before it saves.
+Megatron's own distributed optimizer cannot load into torch's Adam, which keeps the number of steps
+per parameter. Megatron uses that without Transformer Engine and apex. It also gathers all states
+before it saves.
 """
 
 from collections.abc import Iterator
@@ -19,22 +21,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """What the optimizer keeps of elements [first, first + numel) of a model parameter.
-
-    main: what it updates: fp32 values, or the parameter's where the optimizer itself keeps those. inner: the optimizer
-    that does. sharded: the other data-parallel ranks have the other elements; else they have the same.
-    """
+    """The optimizer's state of elements [first, first + numel) of a model parameter."""
 
     parameter: torch.nn.Parameter
     main: Tensor
+    """The updated values: fp32, or the parameter's own if the optimizer keeps the fp32 ones."""
     inner: torch.optim.Optimizer
+    """The optimizer that updates them."""
     first: int
     sharded: bool
+    """Whether the other data-parallel ranks have the other elements; else they have the same."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return name -> flat view; `fp32_param` only where it is not the parameter itself.
+        """Return name -> flat view; `fp32_param` only if it is not the parameter itself.
 
-        All are there before the first step too.
+        All exist before the first step too.
         """
         state = self._initialized()
         values = {name: state[name] for name in MOMENTS}
@@ -45,7 +46,8 @@ class Slot:
 
     def _initialized(self) -> dict[str, Any]:
         state = self.inner.state[self.main]
-        if "exp_avg" not in state and getattr(self.inner, "master_weights", False):  # Transformer Engine's Adam
+        if "exp_avg" not in state and getattr(self.inner, "master_weights", False):
+            # Transformer Engine's Adam
             self.inner.initialize_state(self.main, store_param_remainders=False)  # type: ignore[attr-defined]
         if "exp_avg" not in state:
             state.update({name: torch.zeros_like(self.main.detach()) for name in MOMENTS})
@@ -63,7 +65,8 @@ class Slot:
         return max(int(group.get("step", 0)) for group in self.inner.param_groups)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Set the count: torch's Adam has one per parameter, in a tensor of its own; fused ones have one per group."""
+        """Set the count: torch's Adam has one per parameter, in a separate tensor; fused ones have
+        one per group."""
         state = self._initialized()
         if "step" in state:
             state["step"] = torch.full_like(state["step"], num_steps)
@@ -73,7 +76,8 @@ class Slot:
 
 
 def slots(optimizer: MegatronOptimizer) -> Iterator[Slot]:
-    """Yield the slot of every parameter that this rank's part of the optimizer updates, in a fixed order."""
+    """Yield the slot of every parameter that this rank's part of the optimizer updates, in a fixed
+    order."""
     parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for part in parts:
         if part.is_stub_optimizer:
@@ -94,8 +98,11 @@ def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 
 
 def _updated(optimizer: torch.optim.Optimizer, main: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
-    """Return what is updated for a parameter of the optimizer, and by which. One that keeps a part of its state in the
-    machine's memory has copies in float32, of that part and of the rest, and an optimizer for each."""
+    """Return the updated tensor of an optimizer's parameter, and the optimizer that updates it.
+
+    An optimizer with a part of its state in host memory has float32 copies of that part and of the
+    rest, and an inner optimizer for each.
+    """
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return main, optimizer
     copy = optimizer.param_to_inner_param[main]

@@ -1,4 +1,4 @@
-"""What torch's distributed checkpoint is told to write and to read: slices of tensors, and objects of single ranks."""
+"""Plans for torch's distributed checkpoint: slices of tensors, and objects of single ranks."""
 
 import io
 from collections import defaultdict
@@ -31,10 +31,12 @@ from megatron_dapo.checkpointing.torch_dist.slices import TensorSlice
 
 
 class SliceSavePlanner(DefaultSavePlanner):
-    """Plans what this rank writes. The plan of all ranks is torch's: slices must fill each tensor, and not overlap."""
+    """Plans this rank's writes. torch combines the plans of all ranks: slices must fill each
+    tensor, and not overlap."""
 
     def __init__(self, slices: Sequence[TensorSlice], objects: Mapping[str, io.BytesIO]) -> None:
-        """Take what this rank writes. objects: pickled already, each under a name that no other rank uses."""
+        """Take this rank's slices and objects. objects: pickled already, each under a unique
+        name."""
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._slices = slices
         self._objects = objects
@@ -52,9 +54,9 @@ class SliceSavePlanner(DefaultSavePlanner):
 
 
 class SliceLoadPlanner(LoadPlanner):
-    """Plans what this rank reads, cut in whatever way it was written, and fills the slices in place.
+    """Plans this rank's reads, for any cut at writing, and fills the slices in place.
 
-    objects: those that were asked for, when they are read.
+    objects: the requested ones, after reading.
     """
 
     def __init__(self, slices: Iterable[TensorSlice], names: Collection[str]) -> None:
@@ -69,7 +71,7 @@ class SliceLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the index of the checkpoint. state_dict: nothing of it is used."""
+        """Take the index of the checkpoint. state_dict: unused."""
         self._stored = metadata
 
     def create_local_plan(self) -> LoadPlan:
@@ -91,7 +93,8 @@ class SliceLoadPlanner(LoadPlanner):
         self.objects[read_item.dest_index.fqn] = load_plain(value, *STORED_CLASSES)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the part of a slice that the item fills; `create_local_plan` numbered the slices of a tensor."""
+        """Return the part of a slice that the item fills; `create_local_plan` numbered the slices
+        of a tensor."""
         number = read_item.dest_index.index
         assert number is not None, read_item
         part = self._slices[read_item.dest_index.fqn][number].values
@@ -100,7 +103,7 @@ class SliceLoadPlanner(LoadPlanner):
         return part
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: what `resolve_tensor` gave is the model's own memory."""
+        """Do nothing: `resolve_tensor` returned the model's own memory."""
 
 
 def _index(each: TensorSlice) -> MetadataIndex:

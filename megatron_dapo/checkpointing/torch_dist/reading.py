@@ -1,7 +1,8 @@
-"""Reads the pickles of a `torch_dist` folder without running anything that they name.
+"""Reads the pickles of a `torch_dist` folder without running any code they name.
 
-A pickle can call any function. The index is therefore read into inert records, from which torch's own classes are made
-after every value was checked; the files beside it may hold tensors and plain values only.
+A pickle can call any function. So the index is read into inert records; torch's own classes are
+made from them after every value was checked. The files beside it may hold only tensors and plain
+values.
 """
 
 import pickle
@@ -30,7 +31,7 @@ from megatron_dapo.common.garbage import collection_paused
 INDEX = ".metadata"
 COMMON_FILE = "common.pt"
 MAX_INDEX_BYTES = 2**30  # some 200 bytes per piece of a tensor: five million pieces
-MAX_OBJECT_BYTES = 2**24  # of a rank's generators, or of what all ranks have in common: tens of KB
+MAX_OBJECT_BYTES = 2**24  # of a rank's generators, or of the state common to all ranks: tens of KB
 _MAX_DIMS = 64  # torch's own limit
 _MAX_SIZE = 2**63
 
@@ -96,7 +97,7 @@ _KNOWN: dict[tuple[str, str], type[PickledObject] | torch.dtype] = {
     (_METADATA, "MetadataIndex"): _Key,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Location,
     ("torch", "Size"): _Size,
-    # of no use here: where the checkpoint was written, and how a tensor lay in memory
+    # unused here: the place of writing, and the layout of a tensor in memory
     (_METADATA, "StorageMeta"): PickledObject,
     (_METADATA, "_MEM_FORMAT_ENCODING"): PickledObject,
     ("torch.serialization", "_get_layout"): PickledObject,
@@ -113,9 +114,9 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @collection_paused()
 def read_index(folder: Path) -> Metadata:
-    """Return the index: each tensor's shape, dtype and pieces, and in which file each piece lies.
+    """Return the index: each tensor's shape, dtype and chunks, and the file of each chunk.
 
-    Raises UserError, which names the file, where there is none, or where it is anything else than an index.
+    Raises UserError, naming the file, if it is missing or is not an index.
     """
     path = folder / INDEX
     if not path.is_file():
@@ -129,12 +130,13 @@ def read_index(folder: Path) -> Metadata:
             {_text(name): _entry(entry) for name, entry in content["state_dict_metadata"].items()},
             storage_data={_key(key): _location(where) for key, where in content["storage_data"].items()},
         )
-    except Exception as error:  # whatever a damaged pickle may raise
+    except Exception as error:  # a damaged pickle may raise any error
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint.") from error
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return what all ranks had in common: layout, dtype, counts. Raises UserError, which names the file."""
+    """Return the state common to all ranks: layout, dtype, counts. Raises UserError, naming the
+    file."""
     path = folder / COMMON_FILE
     try:
         require_file(path)
@@ -143,14 +145,14 @@ def read_common(folder: Path) -> dict[str, Any]:
         if not isinstance(common, dict):
             raise TypeError("it holds no dictionary")
         return common
-    except Exception as error:  # whatever a damaged file may raise
+    except Exception as error:  # a damaged file may raise any error
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint.") from error
 
 
 def load_plain(file: BinaryIO, *allowed: tuple[type, str]) -> Any:
-    """Return what torch.save wrote: tensors and plain values. Raises for everything else, and for more than
-    MAX_OBJECT_BYTES, packed or not. allowed: as of `only_plain`."""
+    """Return data written by torch.save: tensors and plain values. Raises for anything else, and
+    for more than MAX_OBJECT_BYTES, packed or not. allowed: as in `only_plain`."""
     with zipfile.ZipFile(file) as archive:
         num_bytes = sum(entry.file_size for entry in archive.infolist())
     if max(num_bytes, file.tell()) > MAX_OBJECT_BYTES:
@@ -174,8 +176,8 @@ def _load(file: BinaryIO, *allowed: tuple[type, str]) -> Any:
 
 @contextmanager
 def only_plain(*allowed: tuple[type, str]) -> Iterator[None]:
-    """Let torch.load make tensors and plain values alone, while the block runs: Megatron allows more in the whole
-    process. allowed: a class to make in place of the one of that full name."""
+    """Let torch.load make only tensors and plain values during the block: Megatron allows more in
+    the whole process. allowed: (class, full name that it replaces)."""
     before = get_safe_globals()
     clear_safe_globals()
     add_safe_globals(list(allowed))
@@ -187,7 +189,7 @@ def only_plain(*allowed: tuple[type, str]) -> Iterator[None]:
 
 
 def require_file(path: Path) -> None:
-    """Raise OSError for a pipe or a device in place of a file, which reading could wait for without end."""
+    """Raise OSError for a pipe or a device, since reading could block forever."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(f"{path} is not a file")
 
@@ -206,7 +208,7 @@ def _text(value: Any) -> str:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_SIZE:
-        raise ValueError("a size or position that is none")
+        raise ValueError("an invalid size or position")
     return value
 
 

@@ -1,4 +1,5 @@
-"""Saving: every rank its own files, written at once or in the background, complete only when every rank's is."""
+"""Saving: every rank its own files, written at once or in the background, complete only when every
+rank's is."""
 
 import io
 import os
@@ -42,15 +43,19 @@ def save(
     lr_schedule: OptimizerParamScheduler | None = None,
     background: bool = False,
 ) -> PendingSave:
-    """Save what is trained, of a model with adapters these alone, into `folder`, which must be empty or absent and on
-    storage that all ranks share. Collective over all ranks.
+    """Save the trained weights (of a model with adapters only these) into `folder`. Collective over
+    all ranks.
 
-    With an optimizer the states of all generators are saved too.
-    Raises UserError where the folder cannot be used, JobError where writing failed, both on every rank.
+    The folder must be empty or absent, and on storage that all ranks share. With an optimizer, the
+    states of all generators are saved too.
 
     Args:
-        background: return as soon as the state is safe from being changed; a forked process writes the files. Else
-            the save is finished when this returns.
+        background: return as soon as the state is safe from changes; a forked process writes the
+            files. Else the save is finished on return.
+
+    Raises:
+        UserError: on every rank, if the folder cannot be used.
+        JobError: on every rank, if writing failed.
     """
     folder = Path(folder)
     _prepare(folder, layout)
@@ -67,7 +72,7 @@ def save(
         objects[generators_name(layout)] = _pickled([generator_states()])
     written = [each for each in slices if each.is_written]
     if background:  # from a GPU a copy; a forked process keeps the host's as they are
-        written = layout.agreement.each(f"copying what {folder} gets", _on_host, written)
+        written = layout.agreement.each(f"copying tensors for {folder}", _on_host, written)
     pending = _begin(folder, SliceSavePlanner(written, objects), common, layout, background)
     if not background:
         pending.finish()
@@ -81,7 +86,7 @@ def _on_host(slices: list[TensorSlice]) -> list[TensorSlice]:
 def _begin(
     folder: Path, planner: SliceSavePlanner, common: dict[str, Any], layout: ParallelLayout, background: bool
 ) -> PendingSave:
-    """Plan on all ranks, write what they have in common, and begin to write the rest. Collective."""
+    """Plan on all ranks, write their common state, and begin to write the rest. Collective."""
     plan = planner.finish_plan(planner.create_local_plan())
     plans: list[SavePlan] | None = [plan] * layout.world_size if layout.rank == 0 else None
     dist.gather_object(plan, plans, dst=0, group=layout.cpu_group)
@@ -106,7 +111,8 @@ def _begin(
 def _complete(
     folder: Path, writer: RankFilesWriter, index: list[Metadata], layout: ParallelLayout, results: list[WriteResult]
 ) -> None:
-    """Write the index of all ranks' files. Collective. index: the one of the whole checkpoint, on rank 0."""
+    """Write the index of all ranks' files. Collective. index: the one of the whole checkpoint, on
+    rank 0."""
     all_results: list[list[WriteResult]] | None = [results] * layout.world_size if layout.rank == 0 else None
     dist.gather_object(results, all_results, dst=0, group=layout.cpu_group)
 
@@ -118,7 +124,7 @@ def _complete(
 
 
 def written_with(layout: ParallelLayout) -> dict[str, int]:
-    """Return the layout as it is stored; vpp 0: none; cp and etp: where there is any."""
+    """Return the layout as stored; vpp is 0 without virtual stages; cp and etp only if used."""
     return {
         "tp": layout.tp,
         "pp": layout.pp,
@@ -147,7 +153,8 @@ def model_slices(model: ModelParts, layout: ParallelLayout, *, adapters: bool = 
 
 
 def optimizer_slices(optimizer: MegatronOptimizer, model: ModelParts, layout: ParallelLayout) -> Iterator[TensorSlice]:
-    """Yield the slices of the moments, and of the fp32 weights where the model's are in half precision."""
+    """Yield the slices of the moments, and of the fp32 weights if the model's are in half
+    precision."""
     regions = model_regions(model, layout)
     for number, slot in enumerate(slots(optimizer)):
         replica = 0 if slot.sharded else replica_of(slot.parameter, number, layout)
@@ -165,7 +172,7 @@ def _pickled(content: object) -> io.BytesIO:
 def _training_state(
     optimizer: MegatronOptimizer, lr_schedule: OptimizerParamScheduler | None, layout: ParallelLayout
 ) -> dict[str, Any]:
-    """Return what all ranks have in common."""
+    """Return the state common to all ranks."""
     local_counts = {slot.num_steps for slot in slots(optimizer)}
     gathered = layout.gather((local_counts, derived_seed(generator_states())))
     counts = {count for rank_counts, _ in gathered for count in rank_counts}
@@ -177,7 +184,8 @@ def _training_state(
 
 
 def _prepare(folder: Path, layout: ParallelLayout) -> None:
-    """Make the folder and try to write there, on rank 0; the others must see it. Raises UserError on all ranks."""
+    """Make the folder and try to write there, on rank 0; the others must see it. Raises UserError
+    on all ranks."""
     what = f"beginning {folder}"
     layout.agreement.leader(what, _make, folder)
     layout.agreement.each(what, _see, folder)
@@ -198,7 +206,7 @@ def _make(folder: Path) -> None:
 
 
 def _probe(path: Path) -> None:
-    """Raise OSError where there is no room for the small files that rank 0 writes first."""
+    """Raise OSError if there is no room for the small files that rank 0 writes first."""
     try:
         with path.open("wb") as file:
             file.write(bytes(_PROBE_BYTES))

@@ -1,4 +1,4 @@
-"""Which rectangles of the whole tensors this rank holds: of the model, and of the optimizer's share of it."""
+"""This rank's rectangles of the whole tensors: of the model, and of the optimizer's share of it."""
 
 import math
 from collections.abc import Iterator
@@ -12,31 +12,29 @@ from torch import Tensor
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.parallel import ParallelLayout
 
-# one name per layer, gate and up projection under names of their own: no rank ever holds two parts of one tensor
+# one name per layer, and separate names for gate and up projection: no rank ever holds two parts of
+# one tensor
 CONTENT = {"singleton_local_shards": True, "non_homogeneous_layers": True}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorSlice:
-    """A rectangle of the tensor `name`, with its values.
-
-    whole_shape: of the tensor. offset: of the rectangle's first element. is_written: whether of all ranks that hold
-    these values this one writes them.
-    """
+    """A rectangle of the tensor `name`, with its values."""
 
     name: str
     whole_shape: tuple[int, ...]
+    """Of the tensor."""
     offset: tuple[int, ...]
+    """Of the rectangle's first element."""
     values: Tensor
     is_written: bool
+    """Whether this rank, of all with these values, writes them."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of the tensor `name`, which lies in this rank's parameter as elements [start, start + numel).
-
-    replica: (copy of a tied weight, tensor-parallel replica); the rank with zeros writes.
-    """
+    """A rectangle of the tensor `name`: elements [start, start + numel) of this rank's
+    parameter."""
 
     name: str
     whole_shape: tuple[int, ...]
@@ -44,14 +42,16 @@ class Region:
     shape: tuple[int, ...]
     start: int
     replica: tuple[int, int]
+    """(copy of a tied weight, tensor-parallel replica); the rank with zeros writes."""
 
     def slices(self, values: Tensor, first: int, replica: int, prefix: str = "") -> Iterator[TensorSlice]:
-        """Yield what of this region is stored.
+        """Yield this region's stored slices.
 
         Args:
-            values: flat and contiguous, the parameter's elements from `first` on; the slices are views of it.
+            values: flat and contiguous, the parameter's elements from `first` on; the slices are
+                views of it.
             first: element of the parameter.
-            replica: place among the ranks that hold the same values; the one with 0 writes.
+            replica: index among the ranks with the same values; the one with 0 writes.
             prefix: of the stored tensor's name.
         """
         begin = max(first, self.start)
@@ -92,14 +92,15 @@ def rectangles(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[t
 def model_regions(model: ModelParts, layout: ParallelLayout) -> dict[torch.nn.Parameter, list[Region]]:
     """Return the regions of every parameter of this rank, in the order of the model.
 
-    Megatron knows them; padding of the vocabulary is cut off, so that the shapes are the same for every number of
-    tensor-parallel ranks.
+    They come from Megatron, without the vocabulary's padding, so that shapes are the same for every
+    number of tensor-parallel ranks.
     """
     regions: dict[torch.nn.Parameter, list[Region]] = {}
     for chunk in model.chunks:
         described = chunk.sharded_state_dict(metadata={**CONTENT, "dp_cp_group": layout.copies_group})
         for shard in described.values():
-            if isinstance(shard, ShardedTensor | ShardedTensorFactory):  # else: a module's state beside its parameters
+            if isinstance(shard, ShardedTensor | ShardedTensorFactory):
+                # else: a module's state beside its parameters
                 shards = [shard] if isinstance(shard, ShardedTensor) else shard.build()
                 cut = [_region(each, shard.data, model.spec.vocab_size) for each in shards]
                 regions[shard.data] = [region for region in cut if region is not None]
@@ -109,10 +110,11 @@ def model_regions(model: ModelParts, layout: ParallelLayout) -> dict[torch.nn.Pa
 
 
 def _region(shard: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int) -> Region | None:
-    """Return where a shard lies, without padding; none where it is padding only."""
+    """Return a shard's region without padding, or None for padding only."""
     shape = tuple(shard.local_shape)
     whole_shape = tuple(shard.global_shape)
-    # Megatron marks what is as long as the padded vocabulary, and a critic's head, which it takes for such
+    # Megatron marks tensors as long as the padded vocabulary, and a critic's head, which it
+    # mistakes for one
     if shard.allow_shape_mismatch and whole_shape[0] > vocab_size:
         shape = (min(shape[0], vocab_size - shard.global_offset[0]), *shape[1:])
         whole_shape = (vocab_size, *whole_shape[1:])
@@ -120,7 +122,8 @@ def _region(shard: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int
         return None
     start = shard.data.storage_offset() - parameter.data.storage_offset()
     copy, tensor_replica = shard.replica_id[:2]
-    if is_expert(parameter):  # the tensor-parallel ranks that have the same of it are replicas; see `replica_of`
+    if is_expert(parameter):
+        # the tensor-parallel ranks that have the same of it are replicas; see `replica_of`
         tensor_replica = 0
     return Region(shard.key, whole_shape, tuple(shard.global_offset), shape, start, (copy, tensor_replica))
 
@@ -131,7 +134,8 @@ def is_expert(parameter: torch.nn.Parameter) -> bool:
 
 
 def replica_of(parameter: torch.nn.Parameter, number: int, layout: ParallelLayout) -> int:
-    """Return this rank's place among those that hold the same values of a stage's parameter; the one with 0 writes.
+    """Return this rank's index among those with the same values of a stage's parameter; the one
+    with 0 writes.
 
     number: of the parameter, the same on all of them: they take turns at writing.
     """

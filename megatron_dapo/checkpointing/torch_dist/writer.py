@@ -1,4 +1,4 @@
-"""One rank's files of a checkpoint, and what completes the folder."""
+"""One rank's files of a checkpoint, and the completion of the folder."""
 
 import json
 import math
@@ -25,7 +25,8 @@ TORCH_DIST = {
 
 
 class RankFilesWriter(FileSystemWriter):
-    """Writes this rank's slices into several files: torch keeps copies of a file's tensors until the file ends."""
+    """Writes this rank's slices into several files: torch keeps copies of a file's tensors until
+    the file ends."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int) -> None:
         # no copying ahead on another stream: a forked process must not touch the GPU
@@ -37,7 +38,7 @@ class RankFilesWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write files of about FILE_BYTES each, flushed to the disk.
 
-        A file is named after its number, which is the rank plus a multiple of the number of ranks.
+        A file's name is its number: the rank plus a multiple of the number of ranks.
         """
         parts = list(_parts(plan.items))
         numbered = self.prepare_global_plan([plan] * (len(parts) * self._num_ranks))
@@ -49,7 +50,8 @@ class RankFilesWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of all ranks' tensors, then Megatron's mark. results: of every rank's `write_data`."""
+        """Write the index of all ranks' tensors, then Megatron's mark. results: of every rank's
+        `write_data`."""
         super().finish(metadata, results)
         (self._folder / MARK).write_text(json.dumps(TORCH_DIST), encoding="utf-8")
         small_files = [path for path in self._folder.iterdir() if path.suffix != ".distcp"]
@@ -58,7 +60,7 @@ class RankFilesWriter(FileSystemWriter):
 
 
 def _parts(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield the items of one file after the other; at least one file, which may be empty."""
+    """Yield each file's items; at least one file, which may be empty."""
     part: list[WriteItem] = []
     size = 0
     for item in items:

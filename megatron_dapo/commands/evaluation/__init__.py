@@ -1,1 +1,2 @@
-"""`python -m megatron_dapo eval`: how good a model is, by its answers to prompt files. A run's own: `rollout`."""
+"""`python -m megatron_dapo eval`: how good a model is, by its answers to prompt files. A run's own:
+`rollout`."""

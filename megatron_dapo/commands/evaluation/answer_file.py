@@ -1,4 +1,5 @@
-"""The file of an evaluation's answers, one per line: it grows answer by answer, and a kill costs none of them."""
+"""The file of an evaluation's answers, one per line: it grows answer by answer, and a kill costs
+none of them."""
 
 import io
 import json
@@ -19,12 +20,15 @@ _MAX_SHOWN = 40  # characters of a wrong value
 
 
 class AnswerFile:
-    """The answers that there are, and the file to which new ones are added. One process at a time has it."""
+    """The existing answers, and the file to which new ones are added. One process at a time uses
+    it."""
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. A last line that a kill cut off is removed; one that lacks only its end gets it.
+        """Read existing answers. A last line cut off by a kill is removed; one that lacks only its
+        newline gets it.
 
-        Raises UserError for any other line that is no answer, and for an answer that is there twice.
+        Raises:
+            UserError: for any other invalid line, and for a repeated answer.
         """
         self.path = path
         self._file: BinaryIO | None = None
@@ -34,8 +38,8 @@ class AnswerFile:
             self._write()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add an answer, so that it is there when this process is killed. Raises OSError, and adds nothing of it, where
-        it cannot be written."""
+        """Add an answer, safe from a kill of this process. Raises OSError, without adding part of
+        it, if writing fails."""
         if self._file is None:
             self._file = self.path.open("ab", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
@@ -49,13 +53,13 @@ class AnswerFile:
         self.records.append(record)
 
     def drop_failed(self) -> None:
-        """Remove the answers without a verdict, so that they are asked for again."""
+        """Remove the answers without a verdict, so that they are sampled again."""
         self.records = [record for record in self.records if "reward_error" not in record]
         self.close()
         self._write()
 
     def check_numbers(self, num_prompts: int, num_answers: int) -> None:
-        """Raise UserError where there are answers to other prompts, or more to one than num_answers."""
+        """Raise UserError for answers to other prompts, or more than num_answers to one."""
         numbers = Counter(record["prompt_index"] for record in self.records)
         for prompt, number in sorted(numbers.items()):
             if prompt >= num_prompts or number > num_answers:
@@ -75,8 +79,12 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """Return the answers of a file, or of the folder of an evaluation; a last line that a kill cut off is left out.
-    Raises UserError where there are none, where another line is no answer, and where an answer is there twice."""
+    """Return the answers of a file, or of an evaluation's folder, without a last line cut off by a
+    kill.
+
+    Raises:
+        UserError: without answers, for an invalid line, and for a repeated answer.
+    """
     file = path / "answers.jsonl" if path.is_dir() else path
     records = list(_records(_content(file), file))
     if not records:
@@ -108,13 +116,13 @@ def _records(content: bytes, file: Path) -> Iterator[dict[str, Any]]:
         if first != number:
             raise UserError(
                 f"{place}: answer {record['number']} to prompt {record['prompt_index']} is in line {first} already; "
-                f"remove one of the two, or all that follows where a file was appended to itself."
+                f"remove one of the two, or everything after it if a file was appended to itself."
             )
         yield record
 
 
 def _check(record: Any, place: str) -> None:
-    """Raise UserError where a record has not what figures are made of."""
+    """Raise UserError if a record lacks fields for the figures."""
     if not isinstance(record, dict):
         raise UserError(f"{place}: this is no answer, but {_shown(record)}; remove the line.")
     for name, (what, fits) in _FIELDS.items():

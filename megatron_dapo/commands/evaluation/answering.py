@@ -1,4 +1,5 @@
-"""Has servers answer the prompts of an evaluation, those that run already or its own, until every answer is there."""
+"""Has servers answer an evaluation's prompts, running ones or its own, until every answer is
+there."""
 
 import asyncio
 import logging
@@ -34,13 +35,14 @@ from megatron_dapo.servers.supervisor import POLL_INTERVAL_S
 
 log = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 10.0  # a server that is healthy says its version at once
+_PROBE_TIMEOUT_S = 10.0  # a healthy server reports its version at once
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class Work:
-    """What was done since this process began: answers' tokens, and the seconds from the first request on."""
+    """The work since this process began: answers' tokens, and the seconds from the first request
+    on."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -55,18 +57,21 @@ async def answer(
     on_start: Callable[[int], None],
     on_answer: Callable[[], None],
 ) -> Work:
-    """Add the answers that are missing to the file.
+    """Add the missing answers to the file.
 
     Args:
         config: names running servers.
         prompts, tokenizer: of the evaluation.
-        answers: those that there are.
-        step: rollout steps that the weights have learned from; None = the servers' weight version, if it is one.
+        answers: the existing ones.
+        step: rollout steps of the weights; None: the servers' weight version, if it is one.
         on_start: called with the servers' weight version before the first request; may raise.
         on_answer: called after each answer.
 
-    Raises TooFewVerdicts (what got none is not kept), RolloutError or ServerError where servers fail, WorkerLost where
-    rewards or environments do, OSError where an answer cannot be kept.
+    Raises:
+        TooFewVerdicts: answers without a verdict are not kept.
+        RolloutError, ServerError: if servers fail.
+        WorkerLost: if rewards or environments fail.
+        OSError: if an answer cannot be kept.
     """
     environments = make_environments(config)
     rewards = make_reward_pool(config, prompts)
@@ -111,8 +116,8 @@ async def answer(
 
 
 async def _common_version(servers: ServerPool) -> int:
-    """Return the weight version that all servers hold. Raises UserError where they differ, ServerError where one does
-    not say."""
+    """Return the weight version that all servers hold. Raises UserError if they differ, ServerError
+    if one does not answer."""
     versions = {server.url: await server.client.weight_version(_PROBE_TIMEOUT_S) for server in servers.servers}
     if len(set(versions.values())) > 1:
         held = ", ".join(f"{url}: {version}" for url, version in versions.items())
@@ -121,10 +126,10 @@ async def _common_version(servers: ServerPool) -> int:
 
 
 async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]], Coroutine[Any, Any, Work]]) -> Work:
-    """Start the servers that the config gives no URL of, and return what `work` returns, which gets what names them in
-    a config.
+    """Start servers if the config names none; return the result of `work`, which gets overrides
+    that name the servers.
 
-    They end with the work, whatever happens. Raises ServerFailure where they cannot be kept alive.
+    They end with the work in any case. Raises ServerFailure if they cannot be kept alive.
     """
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "servers") as owner:  # one thread owns a supervisor
@@ -155,7 +160,7 @@ async def _keep_alive(servers: RunServers, in_thread: Callable) -> Work:
 
 
 async def until_signal(work: Coroutine[Any, Any, Work]) -> Work:
-    """Return what the work returns; SIGTERM and SIGHUP cancel it, as Ctrl-C does."""
+    """Return the work's result; SIGTERM and SIGHUP cancel it, like Ctrl-C."""
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(work)
     for number in _END_SIGNALS:

@@ -1,4 +1,4 @@
-"""The command `eval`: which model, which prompts, which config; what is there already, and what is still to be done."""
+"""The command `eval`: finds model, prompts and config, and adds the missing answers."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-# what a run's config says of that run alone
+# keys of a run's config that apply only to that run
 _RESET = (
     f"{_ROLLOUT}.server_urls=[]",
     f"{_ROLLOUT}.server_urls_file=null",
@@ -41,7 +41,7 @@ _RESET = (
     "trainer.replay=null",
     "trainer.synthetic_batch=false",
 )
-_LINE_EVERY_S = 30.0  # where there is no terminal for a progress bar
+_LINE_EVERY_S = 30.0  # without a terminal for a progress bar
 _INTERRUPTED_EXIT_CODE = 130
 
 
@@ -64,7 +64,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """Do what the command line asks for, and return the exit code. Raises UserError."""
+    """Run the command, and return the exit code. Raises UserError."""
     if arguments.compare:
         return _compare(arguments.compare)
     config = _config_of(arguments, overrides)
@@ -85,7 +85,8 @@ def evaluate(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 class _Evaluation:
-    """One evaluation in its folder: config.yaml, settings.json, answers.jsonl, results.json, logs/."""
+    """One evaluation in its folder: config.yaml, settings.json, answers.jsonl, results.json,
+    logs/."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, overrides: list[str], folder: Path) -> None:
         from megatron_dapo.commands.evaluation.answer_file import AnswerFile
@@ -113,7 +114,8 @@ class _Evaluation:
         self._check_settings(before, {"weight_version": before.get("weight_version"), **settings})
         speed: dict[str, float] | None = None
         has_servers = not starts_servers(self._config)
-        if has_servers or len(self._answers.records) < self._num_answers:  # servers: is it still their model?
+        if has_servers or len(self._answers.records) < self._num_answers:
+            # servers: is it still their model?
             write_whole(self._folder / "config.yaml", to_yaml(self._config))
             speed, code = self._answer(partial(self._note_version, settings, has_servers, before))
             if speed is None:
@@ -136,7 +138,8 @@ class _Evaluation:
         write_whole(self._folder / "settings.json", json.dumps(known, indent=2) + "\n")
 
     def _answer(self, on_start: Callable[[int], None]) -> tuple[dict[str, float] | None, int]:
-        """Have the missing answers given. Return the speed and 0, or None and an exit code, after saying why."""
+        """Have the missing answers given. Return the speed and 0, or None and an exit code, after
+        saying why."""
         import asyncio
 
         from megatron_dapo.commands.evaluation import answering
@@ -153,14 +156,14 @@ class _Evaluation:
                     config, self._prompts, self._tokenizer, self._answers, step, on_start, on_answer
                 )
 
-            async def ask_own(named: list[str]) -> answering.Work:
+            async def ask_started(named: list[str]) -> answering.Work:
                 return await ask(_config_of(self._arguments, [*self._overrides, *named]))
 
             try:
                 if starts_servers(self._config) or starts_reward_model(self._config):
                     served = self._served_config()
-                    own = answering.beside_servers(served, RunFolder.of(served.trainer).logs, ask_own)
-                    work = asyncio.run(answering.until_signal(own))
+                    answers = answering.beside_servers(served, RunFolder.of(served.trainer).logs, ask_started)
+                    work = asyncio.run(answering.until_signal(answers))
                 else:
                     work = asyncio.run(answering.until_signal(ask(self._config)))
             except (RolloutError, ServerFailure, ServerError, WorkerLost, OSError) as error:
@@ -182,7 +185,8 @@ class _Evaluation:
         return None, code
 
     def _served_config(self) -> Config:
-        """Return the config with a Hugging Face checkpoint for the servers to load; weights of ours are converted."""
+        """Return the config with a Hugging Face checkpoint for the servers to load; weights of ours
+        are converted."""
         if ModelFolder.of(self._named).megatron is None:
             return self._config
         if any((self._named / "hf").glob("*.safetensors")):
@@ -262,7 +266,7 @@ def _compare(folders: Sequence[str]) -> int:
 
 
 def _config_of(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
-    """Return the checked config: of the option, else of the run whose model it is; raises UserError."""
+    """Return the checked config: the option's, else that of the model's run. Raises UserError."""
     model = arguments.model or arguments.checkpoint
     run = RunFolder.holding(model) if model else None
     path = arguments.config or (str(run.config) if run else None)
@@ -294,8 +298,8 @@ def _with(config: Config, section: str, **values: Any) -> Config:
 
 
 def _converted(checkpoint: Path, output: Path) -> Path:
-    """Return the Hugging Face checkpoint of one of ours in the folder of its answers; what is there of another one, or
-    of an earlier state of this one, is made anew."""
+    """Return one of our checkpoints in Hugging Face's format, in the folder of its answers. A copy
+    of another one, or of an earlier state of this one, is replaced."""
     converted, note = output / "model", output / "model_source.json"
     source = {"checkpoint": str(checkpoint.resolve()), "newest_change": _newest_change(checkpoint)}
     if (converted / "config.json").is_file() and _read_json(note) == source:
@@ -311,9 +315,10 @@ def _converted(checkpoint: Path, output: Path) -> Path:
 
 
 def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, Any]:
-    """Return what answers depend on: another evaluation than that of the same settings has a folder of its own.
+    """Return the settings that determine the answers: evaluations with different settings have
+    different folders.
 
-    servers: that others feed; None = those that are started for it.
+    servers: running ones; None: started for the evaluation.
     """
     from megatron_dapo.data.prompt_cursor import content_of
     from megatron_dapo.servers.server_list import ServerList
@@ -351,7 +356,8 @@ def _settings_of_scorers(config: Config) -> dict[str, Any]:
 
 
 def _newest_change(model: Path) -> int:
-    """Return when a file of the model was last written, in nanoseconds: a model that was trained on is another one."""
+    """Return when a file of the model was last written, in nanoseconds: a model that was trained on
+    is another one."""
     files = (path for path in model.rglob("*") if path.suffix in (".safetensors", ".distcp"))
     return max((path.stat().st_mtime_ns for path in files), default=0)
 
@@ -372,7 +378,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _log_to(path: Path) -> Iterator[None]:
-    """Append what is logged to a file, while the block runs."""
+    """Append log messages to a file during the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

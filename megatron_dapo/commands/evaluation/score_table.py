@@ -1,4 +1,5 @@
-"""What the answers of an evaluation say: its figures, and the difference between two models on the same prompts."""
+"""The results of an evaluation: its figures, and the difference between two models on the same
+prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,11 +17,12 @@ _TEXTS = {"reward": "{:.3f}", "length": "{:.1f}", "truncated": "{:.1%}"}
 
 
 def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Estimate | int]]:
-    """Return data source -> figure -> estimate, with num_prompts; of several sources also over all prompts."""
+    """Return data source -> figure -> estimate, with num_prompts; of several sources also over all
+    prompts."""
     rows = prompt_rows(records)
     sources = by_source(rows)
-    together = {ALL: [row for _, row in rows]} if len(sources) > 1 else {}
-    return {source: {"num_prompts": len(some), **estimates(some)} for source, some in (sources | together).items()}
+    overall = {ALL: [row for _, row in rows]} if len(sources) > 1 else {}
+    return {source: {"num_prompts": len(some), **estimates(some)} for source, some in (sources | overall).items()}
 
 
 def plain_figures(by_name: Mapping[str, Mapping[str, Estimate | int]]) -> dict[str, Any]:
@@ -48,9 +50,9 @@ def table(by_name: Mapping[str, Mapping[str, Estimate | int]]) -> str:
 
 
 def comparison(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
-    """Return what changed from one model's answers to another's, on the prompts that both have, as text.
+    """Return the changes from one model's answers to another's, on their common prompts, as text.
 
-    names: of the two. Raises UserError where they have no prompt in common.
+    names: of the two. Raises UserError without a common prompt.
     """
     before, after = _by_key(first), _by_key(second)
     common = [key for key in before if key in after]
@@ -63,8 +65,8 @@ def comparison(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str,
     sources: dict[str, list[tuple[Row, Row]]] = {}
     for record, old, new in pairs:
         sources.setdefault(record["data_source"] or "unnamed", []).append((old, new))
-    together = {ALL: [(old, new) for _, old, new in pairs]} if len(sources) > 1 else {}
-    for source, some in (sources | together).items():
+    overall = {ALL: [(old, new) for _, old, new in pairs]} if len(sources) > 1 else {}
+    for source, some in (sources | overall).items():
         lines += ["", f"{source}: {len(some)} prompts", *_differences(some)]
     lines += ["", f"In brackets: {LEVEL:.0%} intervals of the paired difference B - A, bootstrap over prompts.", ""]
     return "\n".join([*lines, *_changed_sides(pairs)])
@@ -80,7 +82,8 @@ def _by_key(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Mapping[str
 
 
 def _columns(row: Row) -> Row:
-    """Return avg@n as avg: with different numbers of answers it means the same; all else keeps its k or n."""
+    """Return avg@n as avg: with different numbers of answers it means the same; all else keeps its
+    k or n."""
     return {name.partition("@")[0] if name.startswith("avg@") else name: value for name, value in row.items()}
 
 
@@ -100,9 +103,10 @@ def _differences(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
 
 
 def _changed_sides(pairs: Sequence[tuple[Mapping[str, Any], Row, Row]]) -> list[str]:
-    """Return the prompts that one model answers right more often than not, and the other does not."""
+    """Return the prompts that one model answers right more often than not, and the other does
+    not."""
     lines = []
-    for what, was_solved in (("solved by B alone", False), ("solved by A alone", True)):
+    for what, was_solved in (("solved only by B", False), ("solved only by A", True)):
         some = [
             pair for pair in pairs if (pair[1]["avg"] > 0.5) is was_solved and (pair[2]["avg"] > 0.5) is not was_solved
         ]

@@ -1,1 +1,2 @@
-"""How long a run will take, before it starts: the parts of a step, K, layouts and splits, beside published runs."""
+"""How long a run will take, before it starts: the parts of a step, K, layouts and splits, beside
+published runs."""

@@ -36,7 +36,7 @@ _EFFICIENCY = Efficiency()
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command. Where each default comes from: docs/plan.md."""
+    """Add the options of the command. docs/plan.md explains the defaults."""
     add_config_arguments(parser)
     parser.add_argument("--model", metavar="NAME", help="a published model's shape, such as qwen2.5-32b")
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)}; h100 without it")
@@ -50,18 +50,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--notice", metavar="S", type=_positive, default=JobLimit().notice_s, help="seconds before it; 7200"
     )
-    lengths = parser.add_argument_group("what the run will meet")
+    lengths = parser.add_argument_group("assumptions about the run")
     lengths.add_argument("--mean-length", metavar="TOKENS", type=_positive, help="of responses; 0.3 of the longest")
     lengths.add_argument("--spread", type=_positive, help="deviation of the logarithm of lengths; 0.9")
     lengths.add_argument("--prompt-length", metavar="TOKENS", type=_positive, help="on average; 170")
     lengths.add_argument(
-        "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 where others are replaced, else 1"
+        "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 if others are replaced, else 1"
     )
     lengths.add_argument(
         "--measured",
         metavar="RUN",
         type=Path,
-        help="a run's folder: lengths, prompts, acceptance and speeds as it logged them, where no other option says so",
+        help="a run's folder: lengths, prompts, acceptance and speeds from its log, unless another option sets them",
     )
     speeds = parser.add_argument_group("speeds, in place of the estimate's")
     speeds.add_argument(
@@ -83,7 +83,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    """Check the config and print memory and time. Raises UserError, also where the GPUs have too little memory."""
+    """Check the config and print memory and time. Raises UserError, also if the GPUs have too
+    little memory."""
     if arguments.config is None:
         raise UserError("plan needs a config: give --config FILE, or --config-name NAME.")
     hardware = hardware_of(arguments)
@@ -97,7 +98,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     if config.trainer.replay or config.sft.enable:
         key, value = next((key, value) for key in WITHOUT_SERVERS if (value := value_of(config, key)))
         raise UserError(
-            f"{key} is {show_text(value)}, whose batches no server samples, so there is no sampling to plan; leave it "
+            f"{key} is {show_text(value)}, whose batches come from no server; there is no sampling to plan: leave it "
             f"out."
         )
     spec = model_spec(model_json, source=name)
@@ -119,21 +120,22 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Return a model's name and its config.json: of the option, else of the checkpoint, else of the published model
-    that the checkpoint's folder is named after. Raises UserError."""
+    """Return a model's name and its config.json: of the option, else of the checkpoint, else of the
+    published model that the checkpoint's folder is named after. Raises UserError."""
     if name is not None:
         return name.lower(), model_json_named(name)
     path = config.actor_rollout_ref.model.path
     if (content := read_model_json(config)) is not None:
         return published_name(path) or Path(path).name, content
     raise UserError(
-        f"actor_rollout_ref.model.path is {path or 'empty'}, where no config.json can be read; give --model NAME, one "
+        f"actor_rollout_ref.model.path is {path or 'empty'}, without a readable config.json; give --model NAME, one "
         f"of {', '.join(MODEL_SHAPES)}."
     )
 
 
 def critic_of(config: Config) -> ModelSpec | None:
-    """Return the spec of a critic whose own checkpoint is here, or none: then it is taken to be of the actor's size."""
+    """Return the spec of a critic with a separate checkpoint, or None: the critic then has the
+    actor's size."""
     path = config.critic.model.path
     content = shape_of(path) if path else None
     return None if content is None else model_spec(content, source=path or "")
@@ -147,7 +149,7 @@ def hardware_of(arguments: argparse.Namespace) -> Hardware:
 
 
 def assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
-    """Return what the options, or their defaults, say of the run. Raises UserError."""
+    """Return the assumptions from the options or their defaults. Raises UserError."""
     run = MeasuredRun.of(arguments.measured) if arguments.measured else None
     usual = Assumptions.usual(config, hardware)
     acceptance = arguments.acceptance

@@ -1,4 +1,4 @@
-"""What a run costs by the plan: days, GPU-hours, and jobs of a time limit."""
+"""The planned cost of a run: days, GPU-hours, and jobs of a time limit."""
 
 import math
 import re
@@ -13,8 +13,8 @@ from megatron_dapo.config.schema.config import Config
 
 HOUR = 3600.0
 DAY = 24 * HOUR
-MOSTLY = 0.5  # share of the time in which one side waits for the other, from which on the plan says so
-OLDEST = 8  # max_staleness up to which a step gets shorter; simulating more takes minutes
+MOSTLY = 0.5  # share of the time that one side spends waiting, from which on the plan mentions it
+OLDEST = 8  # the largest max_staleness that still shortens a step; simulating more takes minutes
 LEAST_RESTARTS = 20  # requeues that a job has anyway, for preemptions and lost nodes
 _UNLIMITED = ("UNLIMITED", "INFINITE", "NOT_SET", "Partition_Limit")
 _TIME = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<parts>\d{1,7}(?::\d{1,2}){0,2})", re.ASCII)
@@ -22,30 +22,31 @@ _TIME = re.compile(r"(?:(?P<days>\d{1,5})-)?(?P<parts>\d{1,7}(?::\d{1,2}){0,2})"
 
 @dataclass(frozen=True)
 class JobLimit:
-    """Seconds of a job, and how long before its end the run is asked to save. limit_s may be infinite.
-
-    The defaults are those of the scripts in slurm/.
-    """
+    """The time limit of a job. The defaults are those of the scripts in slurm/."""
 
     limit_s: float = DAY
+    """May be infinite."""
     notice_s: float = 2 * HOUR
+    """Seconds before the end at which the run is asked to save."""
 
     def jobs(self, seconds: float) -> int | None:
-        """Return how many jobs a run of so many seconds takes; none where the notice leaves no time to a job."""
+        """Return the number of jobs for a run of so many seconds; None if the notice uses up a
+        job's time."""
         useful = self.limit_s - self.notice_s
         if useful <= 0:
             return None
         return 1 if math.isinf(useful) else max(1, math.ceil(seconds / useful))
 
     def planned_restarts(self, seconds: float) -> int | None:
-        """Return the requeues that such a run should be allowed: a quarter more than the plan has, and two."""
+        """Return the requeues that such a run should be allowed: a quarter more than the plan has,
+        and two."""
         jobs = self.jobs(seconds)
         return None if jobs is None else math.ceil(1.25 * jobs) + 2
 
 
 def limit_seconds(text: str, name: str = "--time-limit") -> float:
-    """Return the seconds of a time limit as Slurm writes them: 90 (minutes), 24:00:00, 1-12 (days and hours),
-    UNLIMITED. Raises UserError, which calls it `name`."""
+    """Return the seconds of a time limit in Slurm's form: 90 (minutes), 24:00:00, 1-12 (days and
+    hours), UNLIMITED. Raises UserError, which calls it `name`."""
     if text in _UNLIMITED:
         return math.inf
     if not (match := _TIME.fullmatch(text)):
@@ -63,22 +64,24 @@ def limit_seconds(text: str, name: str = "--time-limit") -> float:
 
 
 def usual_run(config: Config) -> RunTime | None:
-    """Return the time of a config's run at its own max_staleness, by what the plan assumes without options, on H100.
+    """Return the time of a config's run at its own max_staleness, by the plan's default
+    assumptions, on H100.
 
-    None where the plan says nothing of it: fine-tuning, dumped batches, a model that is not known here.
+    None if the plan does not cover it: fine-tuning, dumped batches, an unknown model.
     """
     specs = read_model_specs(config)
     assumed = Assumptions.usual(config, HARDWARE["h100"])
     if config.sft.enable or config.trainer.replay or specs is None:
         return None
-    if assumed.acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:  # no group ever carries signal
+    if assumed.acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
+        # no group ever carries signal
         return None
     age = min(config.actor_rollout_ref.rollout.max_staleness, OLDEST)
     return run_time(config, specs[0], assumed, [age], specs[1])
 
 
 def restarts_line(max_restarts: int, planned: int | None) -> str | None:
-    """Return a sentence where a job may be requeued less often than its run is planned to need; else none."""
+    """Return a warning if a job may be requeued less often than planned, else None."""
     if planned is None or max_restarts >= planned:
         return None
     return (
@@ -93,7 +96,7 @@ def run_seconds(config: Config, step: StepTime) -> float:
 
 
 def cost_lines(config: Config, step: StepTime, num_gpus: int, limit: JobLimit, hardware: str = "h100") -> Iterator[str]:
-    """Yield what a run of such steps costs, and which side mostly waits for the other."""
+    """Yield the cost of a run of such steps, and the side that mostly waits."""
     seconds = run_seconds(config, step)
     hours = seconds * num_gpus / HOUR
     yield (

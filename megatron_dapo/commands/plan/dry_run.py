@@ -1,4 +1,4 @@
-"""What `--dry-run` of every command that trains does."""
+"""The work of `--dry-run`, for every command that trains."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_dapo.config.schema.config import Config
 
 
 def whole_plan(config: Config, run: RunTime | None, limit: JobLimit) -> str:
-    """Return the process plan with what the run costs. run: its `usual_run`."""
+    """Return the process plan with the cost of the run. run: its `usual_run`."""
     cost = [] if run is None else labelled("time", list(cost_lines(config, run.steps[0], run.num_gpus, limit)))
     return "\n".join([process_plan(config), *cost])
 
@@ -31,17 +31,26 @@ def dry_run(
     check: Callable[[Config], None] = lambda config: None,
     look: Callable[[Config], None] = lambda config: None,
 ) -> None:
-    """Check a config, print it and its process plan, and only then look for the files that a run needs, and whether its
-    GPUs have the memory: so a cluster's recipe can be read on a laptop, and what is missing here is a mistake all the
-    same. Raises UserError.
+    """Check a config, print it and its process plan, and only then check the run's files and GPU
+    memory.
 
-    num_processes: as in `load_and_validate`. show: print. check: the command's own demands. look: the look into the
-    files, once all are there.
+    So a cluster's recipe can be read on a laptop, and anything missing is still reported as a
+    mistake.
+
+    Args:
+        num_processes: as in `load_and_validate`.
+        show: whether to print.
+        check: the command's own demands.
+        look: looks into the files, once all exist.
+
+    Raises:
+        UserError: for any mistake.
     """
     try:
         config = load_and_validate(path, overrides, check_files=False, num_processes=num_processes)
     except UserError:
-        load_and_validate(path, overrides, num_processes=num_processes)  # raises, with what is missing here as well
+        # raises, with the missing files as well
+        load_and_validate(path, overrides, num_processes=num_processes)
         raise
     mistakes: list[str] = []
     try:

@@ -1,4 +1,5 @@
-"""Servers and layouts of a trainer that fit into the memory of a config's GPUs: for advice that can be followed."""
+"""Servers and layouts of a trainer that fit into the memory of a config's GPUs: for advice that can
+be followed."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ _MOST_NODES = 256
 
 
 def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
-    """Return the tensor-parallel sizes of a server within a node, which SGLang can cut this model over."""
+    """Return the tensor-parallel sizes within a node over which SGLang can cut this model."""
     gpus = config.trainer.n_procs_per_node
     kv_heads = spec.num_kv_heads
     return [
@@ -31,7 +32,8 @@ def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
 
 
 def smallest_server(config: Config, spec: ModelSpec) -> int | None:
-    """Return the least tensor-parallel size of a server that holds a sample of full length; none within a node does."""
+    """Return the least tensor-parallel size of a server that holds a sample of full length; none
+    within a node does."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     fitting = (
         tp
@@ -42,7 +44,8 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
 
 
 def least_server_memory(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes that each GPU of a node has to have for the largest server within it to hold a sample."""
+    """Return the bytes that each GPU of a node has to have for the largest server within it to hold
+    a sample."""
     largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -60,8 +63,12 @@ def node_counts(first: int) -> list[int]:
 def smallest_trainer(
     config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: Iterable[int]
 ) -> dict[str, Any] | None:
-    """Return the keys of a layout that fits on the first of these numbers of nodes on which one does, with all layers
-    recomputed: experts within a node where they fit there, then as few ranks per copy of the model as possible."""
+    """Return the keys of a layout that fits, with full recomputation, on the first sufficient
+    number of nodes.
+
+    Experts stay within a node if they fit; then the ranks per copy of the model are as few as
+    possible.
+    """
     for number in nodes:
         fitting = []
         for keys in _layouts(config, actor, critic, number):
@@ -106,7 +113,8 @@ def _layouts(config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: 
 
 
 def _mini_batches(config: Config) -> list[int]:
-    """Return the samples of an optimizer step, of the actor and of a critic: data-parallel ranks share them evenly."""
+    """Return the samples of an optimizer step, of the actor and of a critic: data-parallel ranks
+    share them evenly."""
     if config.sft.enable:
         return [config.data.train_batch_size]
     groups = [config.actor_rollout_ref.actor.ppo_mini_batch_size]

@@ -1,8 +1,9 @@
-"""What an earlier run logged, in place of what a plan of time would assume: its lengths, and how much slower its parts
-were than their estimate.
+"""An earlier run's measurements in place of a time plan's assumptions: its lengths, and the
+slowness of its parts.
 
-A part's factor is measured / estimated for the config that ran, on the same hardware's row. The estimate of another
-config (more samples, another layout) is then multiplied by it: ratios between configs stay those of the estimate.
+A part's factor is measured / estimated for the measured config, on the same hardware's row. It
+multiplies the estimate of another config (more samples, another layout), so ratios between configs
+stay those of the estimate.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.metrics_file import records_of
 
 FIRST_STEPS = 2
-"""Steps at the beginning that are left out: they allocate, compile and fill caches."""
+"""Steps left out at the beginning: they allocate, compile and fill caches."""
 
 Record = dict[str, float]
 
@@ -37,7 +38,7 @@ class MeasuredRun:
 
     @classmethod
     def of(cls, path: Path) -> "MeasuredRun":
-        """Read a run folder. Raises UserError where it has no config, or too few steps."""
+        """Read a run folder. Raises UserError for one without a config, or with too few steps."""
         folder = RunFolder(path)
         try:
             steps = [record for _, record in records_of(folder.metrics) if record and "rollout/tokens_per_s" in record]
@@ -45,7 +46,7 @@ class MeasuredRun:
             raise UserError(f"--measured {path}: {folder.metrics.name} cannot be read; give a run's folder.") from error
         if len(steps) <= FIRST_STEPS:
             raise UserError(
-                f"--measured {path}: {len(steps)} steps are in {folder.metrics.name}, of which the first {FIRST_STEPS} "
+                f"--measured {path}: {folder.metrics.name} has {len(steps)} steps, but the first {FIRST_STEPS} "
                 f"do not count; let the run do more."
             )
         return cls(path.name, load_config(folder.config), steps[FIRST_STEPS:])
@@ -63,8 +64,11 @@ class MeasuredRun:
         return self._mean_of_samples("prompt_length/mean")
 
     def lengths(self, longest: int) -> Lengths:
-        """Return the distribution of responses with the mean and the mean square that were logged, cut at what a step's
-        longest one was on average, which is what a step without staleness waits for, or at `longest`."""
+        """Return the distribution of responses with the logged mean and mean square.
+
+        It is cut at the mean of the steps' longest responses, which a step without staleness waits
+        for, or at `longest`.
+        """
         maxima = [record["response_length/max"] for record in self.records if "response_length/max" in record]
         longest = min([longest, *([round(sum(maxima) / len(maxima))] if maxima else [])])
         mean = min(self._mean_of_samples("response_length/mean"), longest)
@@ -72,7 +76,7 @@ class MeasuredRun:
         return Lengths.with_moments(mean, square, longest) if square else Lengths.with_mean(mean, SPREAD, longest)
 
     def acceptance(self) -> float:
-        """Return the share of groups that carried signal. Raises UserError where none did."""
+        """Return the share of groups that carried signal. Raises UserError if none did."""
         kept, dropped = self.total("dapo/num_kept_groups"), self.total("dapo/num_filtered_groups")
         if not kept:
             raise UserError(f"--measured {self.name}: none of its groups carried signal; there is no step to plan.")
@@ -103,7 +107,7 @@ class MeasuredRun:
         )
 
     def _mean_of_samples(self, metric: str) -> float:
-        """Return the mean of a mean over a step's samples, each step as much as it wrote groups."""
+        """Return the mean of a mean over a step's samples, weighted by the step's groups."""
         rows = [record for record in self.records if metric in record]
         weights = [record["dapo/num_kept_groups"] + record["dapo/num_filtered_groups"] for record in rows]
         total = sum(weights)

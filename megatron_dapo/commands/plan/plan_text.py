@@ -1,4 +1,4 @@
-"""The plan of time in words: what was assumed, and a table of the parts of a step for each K."""
+"""The time plan as text: its assumptions, and a table of the parts of a step for each K."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,13 +19,14 @@ OF_SERVERS = {MAX_STALENESS, SAMPLING, TAIL, WEIGHT_SYNC, OLDEST, TRAINER_IDLE, 
 
 
 def time_plan(config: Config, model: str, assumed: Assumptions, run: RunTime, limit: JobLimit) -> str:
-    """Return the plan as aligned lines: layout, assumptions, seconds per step by part, and what the run costs."""
+    """Return the plan as aligned lines: layout, assumptions, seconds per step by part, and the cost
+    of the run."""
     sections = [("layout", list(_layout(config, model, assumed, run))), ("assumed", list(_assumed(assumed, run)))]
     lines = ["Plan of time: an estimate (docs/plan.md), without validation and saves"]
     lines += [line for label, texts in sections for line in labelled(label, texts)]
     lines += ["", *table(config, run, limit)]
-    own = [step for step in run.steps if step.max_staleness == config.actor_rollout_ref.rollout.max_staleness]
-    for step in own:
+    configured = [step for step in run.steps if step.max_staleness == config.actor_rollout_ref.rollout.max_staleness]
+    for step in configured:
         cost = cost_lines(config, step, run.num_gpus, limit, assumed.hardware.name)
         lines += ["", *labelled("this config", list(cost))]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The process plan of a config in words: what a dry run prints and a launcher shows before it starts anything."""
+"""The process plan of a config as text, for a dry run and for a launcher's start."""
 
 from collections.abc import Iterator
 
@@ -43,12 +43,12 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 LABEL_WIDTH = 14
 
-_LAYERS = {  # by use_transformer_engine; what it comes to, rank 0 says when it has built its layers
+_LAYERS = {  # by use_transformer_engine; rank 0 reports the result after building its layers
     "on": "layers and optimizer of Transformer Engine; without it the ranks refuse to start",
     "off": "layers of our own; no Transformer Engine",
-    "auto": "layers of Transformer Engine where it is installed, on GPUs in bfloat16; else our own",
+    "auto": "Transformer Engine's layers if it is installed, on GPUs in bfloat16; else our own",
 }
-_POLICY_LOSSES = {  # none: what the clip below says
+_POLICY_LOSSES = {  # none: the clip of the next line
     "dapo": "",
     "cispo": "cispo: the clipped ratio weighs the log-prob of each token",
     "gspo": "gspo: one ratio per response; each logit is computed twice",
@@ -56,8 +56,8 @@ _POLICY_LOSSES = {  # none: what the clip below says
 
 
 def process_plan(config: Config) -> str:
-    """Return the plan as aligned lines: run folder, trainer ranks and coordinates, steps, servers, controller, rewards,
-    reference."""
+    """Return the plan as aligned lines: run folder, trainer ranks and coordinates, steps, servers,
+    controller, rewards, reference."""
     rows = [
         ("run folder", [str(RunFolder.of(config.trainer).path)]),
         ("trainer", list(_trainer(config))),
@@ -160,7 +160,7 @@ def _techniques(config: Config) -> Iterator[str]:
 
 
 def _correction(config: Config) -> str:
-    """Return what is done about the servers' log-probs, and what it costs; nothing where nothing is done."""
+    """Return the correction for the servers' log-probs with its cost, or ""."""
     correction = config.algorithm.rollout_correction
     parts = []
     if correction.rollout_is != "none":
@@ -191,7 +191,7 @@ def _dynamic_sampling(config: Config) -> str:
 
 
 def _rollout(config: Config) -> list[tuple[str, list[str]]]:
-    """Return the rows that say where batches come from, and where weights go."""
+    """Return the rows about the source of batches and the targets of weights."""
     if config.trainer.synthetic_batch:
         return [("batches", ["synthetic: random tokens and rewards; no servers, no rewards, no weight sync"])]
     if config.trainer.replay:
@@ -228,7 +228,7 @@ def _routed_experts(config: Config) -> Iterator[str]:
     longest = config.data.max_prompt_length + config.data.max_response_length
     of_step = samples_per_rollout_step(config) * longest * per_token
     yield f"routed experts: {per_token} bytes per token, of a step of samples of full length {format_gb(of_step)} GB;"
-    yield "the controller holds those of all groups that wait, rank 0 those of a step twice while it distributes them"
+    yield "the controller holds those of all waiting groups, rank 0 those of a step twice while it distributes them"
 
 
 def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:
@@ -239,7 +239,7 @@ def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:
 
 
 def _staleness(config: Config) -> Iterator[str]:
-    """Yield lines that say what K means for the run, and how the GPUs are split."""
+    """Yield lines about the meaning of K for the run, and the split of the GPUs."""
     rollout = config.actor_rollout_ref.rollout
     age = rollout.max_staleness
     if age:
@@ -251,7 +251,7 @@ def _staleness(config: Config) -> Iterator[str]:
         )
         yield f"servers sample while the trainer trains: at most {groups} groups are drawn and not yet trained on"
     else:
-        yield "max_staleness 0: a step is trained on what its own weights wrote; trainer and servers take turns"
+        yield "max_staleness 0: a step is trained on its own weights' responses; trainer and servers take turns"
     server = rollout.server
     if server.nnodes:
         num_train = parallel_sizes(config).world
@@ -267,7 +267,7 @@ def _servers(config: Config) -> Iterator[str]:
         yield from rollout.server_urls
         return
     if rollout.server_urls_file:
-        yield f"those that the file {rollout.server_urls_file} names, which may change"
+        yield f"from the file {rollout.server_urls_file}, which may change"
         return
     server = rollout.server
     servers = f"{_count(server.num_servers, 'SGLang server')} x TP {server.tensor_model_parallel_size}"
@@ -290,8 +290,8 @@ def _reference(config: Config) -> Iterator[str]:
     if not reasons:
         yield "none: no KL coefficient is set"
         return
-    own = "the actor without its adapters" if actor_is_reference(config) else "the actor's starting weights"
-    yield f"{config.actor_rollout_ref.ref.path or own}, on the trainer ranks, for the {' and the '.join(reasons)}"
+    default = "the actor without its adapters" if actor_is_reference(config) else "the actor's starting weights"
+    yield f"{config.actor_rollout_ref.ref.path or default}, on the trainer ranks, for the {' and the '.join(reasons)}"
     if uses_full_kl(config):
         sizes = parallel_sizes(config)
         megatron = actor.megatron
@@ -312,7 +312,7 @@ def _critic(config: Config) -> Iterator[str]:
         f"{sizes.ppo_mini_batch_size} groups x {_count(sizes.ppo_epochs, 'pass', 'passes')}"
     )
     if warmup:
-        yield f"alone in the first {_count(warmup, 'rollout step')}"
+        yield f"only the critic trains in the first {_count(warmup, 'rollout step')}"
 
 
 def _memory(config: Config) -> Iterator[str]:
@@ -326,8 +326,8 @@ def _memory(config: Config) -> Iterator[str]:
 
 
 def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> Iterator[str]:
-    """Yield lines that say what the trainer's and the servers' GPUs need, by the estimate. specs: of the actor and,
-    where it is of another size, of the critic."""
+    """Yield lines about the estimated memory of the trainer's and the servers' GPUs. specs: of the
+    actor and, if its size differs, of the critic."""
     parts = trainer_memory(config, *specs)
     sizes = ", ".join(f"{name} {format_gb(size)}" for name, size in parts.by_name.items())
     fits = parts.total <= usable_memory(config)

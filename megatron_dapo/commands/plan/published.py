@@ -1,7 +1,9 @@
-"""Published runs of other programs, and what our estimate says of them: how far it may be trusted.
+"""Published runs of other programs beside our estimates of them, to show how far the estimates may
+be trusted.
 
-A row has what its page says and nothing else; what a page leaves open is the same for all rows (`SIGMA`, `PROMPT`,
-`Efficiency`, `server_time`). Their servers are vLLM's and their trainers are not ours, so this compares the arithmetic.
+A row has only its page's facts; missing ones are the same for all rows (`SIGMA`, `PROMPT`,
+`Efficiency`, `server_time`). Their servers are vLLM's and their trainers are not ours, so this
+compares the arithmetic.
 """
 
 from dataclasses import dataclass, replace
@@ -25,30 +27,30 @@ VERL = "github.com/verl-project/verl, docs/advance/one_step_off.md"
 SIGMA = 0.9  # no page publishes the spread
 PROMPT = 170  # mean prompt tokens of DAPO-Math-17k in a log of verl's issue 816
 BUCKET_MB = 1024  # of their weight transfers: large, so that answers cost nothing
-# vLLM decodes at most so many requests at once by itself, on large GPUs (max_num_seqs of its V1 engine)
+# vLLM decodes at most so many requests at once by itself, on large GPUs (max_num_seqs of its V1
+# engine)
 SLOTS = 1024
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row of a page. published: seconds by part (step, sampling, score, update).
-
-    total_length: mean tokens of a sample with its prompt; none where the page does not say, and then the length with
-    which the estimate of `score` is right, so that this part is no check. longest: of a response. groups x n samples
-    per step, in mini_batches optimizer steps. trainer_gpus and server_gpus are the same ones where the run is
-    colocated: the parts then follow each other. num_scores: passes for log-probs, the reference's included.
-    """
+    """A row of a page: groups x n samples per step, in mini_batches optimizer steps. estimate of
+    `score` right, so that this part is no check."""
 
     name: str
     source: str
     model: str
     hardware: str
     total_length: float | None
+    """Mean tokens of a sample with its prompt. None if the page does not say: then the length that
+    makes the"""
     longest: int
+    """Of a response."""
     groups: int
     n: int
     mini_batches: int
     trainer_gpus: int
+    """Of a colocated run the same as its servers': the parts then follow each other."""
     tp: int
     pp: int
     ep: int
@@ -57,14 +59,17 @@ class PublishedRun:
     server_tp: int
     is_colocated: bool
     published: dict[str, float]
+    """Seconds by part: step, sampling, score, update."""
     num_scores: int = 2
+    """Passes for log-probs, the reference's included."""
     max_tokens: int = 4096
     gpus_per_node: int = 8
 
 
 def _nemo(name: str, model: str, length: float, step: float, **facts: Any) -> PublishedRun:
-    """GRPO of NeMo RL: 64 prompts x 32 responses, four optimizer steps, 4096 tokens with the prompt, the reference's
-    log-probs besides the old ones (its default KL penalty), micro-batches packed to 4096 tokens."""
+    """GRPO of NeMo RL: 64 prompts x 32 responses, four optimizer steps, 4096 tokens with the
+    prompt. The reference's log-probs come besides the old ones (its default KL penalty);
+    micro-batches are packed to 4096 tokens."""
     defaults: dict[str, Any] = dict(
         source=NEMO_05,
         hardware="h100",
@@ -92,17 +97,19 @@ def _moe(name: str, length: float, step: float, **facts: Any) -> PublishedRun:
 
 
 def _large_moe(name: str, length: float, step: float, **facts: Any) -> PublishedRun:
-    """The same of Qwen3-235B-A22B with 16 prompts in one optimizer step, 8192 tokens with the prompt, all layers
-    recomputed (examples/configs/recipes/llm/performance/grpo-qwen3-235b-32n8g-async-1off.yaml beside the page)."""
+    """The same of Qwen3-235B-A22B with 16 prompts in one optimizer step, 8192 tokens with the
+    prompt, all layers recomputed
+    (examples/configs/recipes/llm/performance/grpo-qwen3-235b-32n8g-async-1off.yaml beside the
+    page)."""
     layout = {"tp": 4, "pp": 8, "ep": 16, "recompute": 1.0, "server_tp": 8}
     work = {"groups": 16, "mini_batches": 1, "longest": 8192 - PROMPT, "max_tokens": 8192}
     return _nemo(name, "qwen3-235b-a22b", length, step, **{**layout, **work, **facts})
 
 
 def _verl(name: str, **facts: Any) -> PublishedRun:
-    """DAPO of verl with Megatron: 512 prompts x 16 responses, 16 optimizer steps, TP 2, PP 2, two samples per
-    micro-batch (shell/dapo_7b_math_megatron_colocate.sh beside the page's code, which also says 2 nodes of 8). The page
-    does not say how long responses are."""
+    """DAPO of verl with Megatron: 512 prompts x 16 responses, 16 optimizer steps, TP 2, PP 2, two
+    samples per micro-batch. Source: shell/dapo_7b_math_megatron_colocate.sh beside the page's code,
+    also for 2 nodes of 8. The page does not tell the length of responses."""
     return PublishedRun(
         name,
         VERL,
@@ -124,7 +131,7 @@ def _verl(name: str, **facts: Any) -> PublishedRun:
 
 
 def _nodes(trainer: int, servers: int) -> dict[str, Any]:
-    """Return the GPUs of a run whose trainer and servers have GPUs of their own: one step off-policy."""
+    """Return the GPUs of a run with separate GPUs for trainer and servers: one step off-policy."""
     return {"trainer_gpus": trainer, "server_gpus": servers, "is_colocated": False}
 
 
@@ -161,7 +168,7 @@ RUNS = (
 
 
 def phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
-    """Return what the phases of a published run's step take, and the lengths of its responses."""
+    """Return the phase times of a published run's step, and the lengths of its responses."""
     if run.total_length is None:
         return phase_times_of(replace(run, total_length=_length_that_scores(run)))
     spec = model_spec(MODEL_SHAPES[run.model])
@@ -189,7 +196,8 @@ def phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
 
 
 def _length_that_scores(run: PublishedRun) -> float:
-    """Return the mean length with which a pass for log-probs takes as long as the page says, by bisection."""
+    """Return the mean length for which a pass for log-probs takes the published time, by
+    bisection."""
     low, high = PROMPT + 1.0, PROMPT + 0.99 * run.longest
     while high - low > 1:
         middle = (low + high) / 2
@@ -199,7 +207,7 @@ def _length_that_scores(run: PublishedRun) -> float:
 
 
 def planned(run: PublishedRun) -> dict[str, float]:
-    """Return what the estimate says of a published run, by part, in seconds."""
+    """Return the estimate of a published run, by part, in seconds."""
     parts, responses = phase_times_of(run)
     if run.is_colocated:
         recipe = Recipe(run.groups, run.groups, run.n, max_staleness=0, num_steps=2, warm_up=1)

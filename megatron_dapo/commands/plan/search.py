@@ -1,4 +1,4 @@
-"""Which layouts and splits of a config's nodes are fastest, among those that fit into memory."""
+"""Searches the fastest layouts and splits of a config's nodes, among those that fit into memory."""
 
 import itertools
 import shlex
@@ -35,26 +35,26 @@ SERVER = f"{ROLLOUT}.server"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and split, with what it changes in the config, and the least that its step can take."""
+    """A layout and split."""
 
     keys: dict[str, Any]
+    """Its changes to the config."""
     config: Config
     parts: PhaseTimes
     max_staleness: int
     bound_s: float
+    """A lower bound of its step."""
 
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where a config came from, so that its checks can be asked of other values, and the models that it names.
-
-    critic: its spec, where it is of another size than the actor; none: it is of the actor's size, or there is none.
-    """
+    """The source of a config, for checks of other values, and its models."""
 
     path: Path
     overrides: tuple[str, ...]
     model_json: dict[str, Any]
     critic: ModelSpec | None = None
+    """Its spec, if its size differs from the actor's."""
 
     @property
     def actor(self) -> ModelSpec:
@@ -62,7 +62,8 @@ class ConfigSource:
         return model_spec(self.model_json)
 
     def accepts(self, config: Config, keys: Mapping[str, Any]) -> bool:
-        """Return whether a run would accept these values: sizes that divide each other, rules of the keys."""
+        """Return whether a run would accept these values: sizes that divide each other, rules of
+        the keys."""
         try:
             load_and_validate(
                 self.path,
@@ -80,8 +81,8 @@ def search(
 ) -> list[tuple[Candidate, StepTime]]:
     """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
 
-    Exact among the candidates: they are simulated in the order of a lower bound of their step, until no other can be
-    faster than the last one that is shown.
+    Exact among the candidates: they are simulated in the order of a lower bound of their step,
+    until none of the rest can be faster than the last one shown.
     """
     ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
@@ -97,8 +98,8 @@ def search(
 def candidates(
     source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Yield layouts and splits that fit into memory: for each number of trainer nodes the fastest layouts, the fastest
-    servers, and each K."""
+    """Yield layouts and splits that fit into memory: for each number of trainer nodes the fastest
+    layouts, the fastest servers, and each K."""
     num_nodes = config.trainer.nnodes + config.actor_rollout_ref.rollout.server.nnodes
     for nodes in range(1, num_nodes):
         split = {"trainer.nnodes": nodes, f"{SERVER}.nnodes": num_nodes - nodes}
@@ -120,13 +121,14 @@ def _staleness_keys(config: Config, max_staleness: int) -> dict[str, Any]:
     keys: dict[str, Any] = {f"{ROLLOUT}.max_staleness": max_staleness}
     correction = config.algorithm.rollout_correction
     if max_staleness and correction.rollout_is == correction.rollout_rs == "none" and not correction.bypass_mode:
-        keys["algorithm.rollout_correction.rollout_is"] = "token"  # older tokens are not trained on without
+        # older tokens are not trained on without
+        keys["algorithm.rollout_correction.rollout_is"] = "token"
     return keys
 
 
 def _bound(config: Config, parts: PhaseTimes, assumed: Assumptions, max_staleness: int) -> float:
-    """Return seconds below which no step can be: of the trainer, and of servers all of whose slots are always used;
-    their sum where they take turns."""
+    """Return a lower bound of a step's seconds: of the trainer, and of servers with all slots in
+    use; their sum if they take turns."""
     num_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / assumed.acceptance
     writing = num_responses * assumed.responses.mean / (parts.num_servers * parts.server.tokens_per_s)
     training = parts.train_s + parts.push
@@ -134,7 +136,8 @@ def _bound(config: Config, parts: PhaseTimes, assumed: Assumptions, max_stalenes
 
 
 def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> dict[str, Any] | None:
-    """Return the keys of the servers that write most tokens per second, all together; none where none fits."""
+    """Return the keys of the servers with the most tokens per second in total, or None if none
+    fits."""
     num_gpus = config.trainer.n_procs_per_node
     longest = config.data.max_prompt_length + config.data.max_response_length
     rates: list[tuple[float, dict[str, Any]]] = []
@@ -150,8 +153,8 @@ def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> d
 
 
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield layouts of the trainer that fit with its critic, each with the seconds from a batch to the push; with the
-    least recomputation that fits."""
+    """Yield layouts of the trainer that fit with its critic, each with the seconds from a batch to
+    the push; with the least recomputation that fits."""
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
     for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):
@@ -181,7 +184,7 @@ def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
 
 
 def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
-    """Return those keys whose values differ from a config's, as a command line has them."""
+    """Return the keys whose values differ from a config's, in the form of a command line."""
     return [f"{key}={_as_text(value)}" for key, value in keys.items() if _value_of(config, key) != value]
 
 
@@ -201,8 +204,8 @@ def _as_text(value: object) -> str:
 
 
 def search_report(source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]) -> str:
-    """Return the best candidates as a table, and each as keys to paste. Raises UserError where there is nothing to
-    divide."""
+    """Return the best candidates as a table, and each as keys to paste. Raises UserError if there
+    is nothing to divide."""
     server = config.actor_rollout_ref.rollout.server
     if not uses_servers(config):
         raise UserError(

@@ -1,7 +1,8 @@
-"""How fast a server writes tokens, and how long a push of the weights takes, by a roofline.
+"""The speed of a server's decoding, and the time of a push of the weights, by a roofline.
 
-Decoding reads the weights once per token of all requests together, and each request's keys and values: it is bound by
-memory. So a token of each of r requests takes token_s + r x token_s_per_request, which is what the simulation needs.
+Decoding reads the weights once per token of all requests, and each request's keys and values: it is
+bound by memory. So a token of each of r requests takes token_s + r x token_s_per_request, the
+simulation's input.
 """
 
 from dataclasses import dataclass
@@ -14,29 +15,30 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
-# Seconds of a small all-reduce inside a node, which a token needs two of per layer: 10 to 20 us by SGLang's and vLLM's
-# own kernels on 4 to 8 GPUs.
+# Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
+# vLLM's own kernels on
+# 4 to 8 GPUs.
 ALL_REDUCE_S = 15e-6
-# Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real server's on a CPU
-# (docs/weight_sync.md, "How fast it is").
+# Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real
+# server's on a CPU (docs/weight_sync.md, "How fast it is").
 BUCKET_S = 5e-3
 
 
 @dataclass(frozen=True)
 class ServerSpeed:
-    """A server with r requests in flight writes one token of each in token_s + r * token_s_per_request seconds.
-
-    slots: requests that it decodes at once. prefill_s: per token of a prompt, or of a response that is prefilled again.
-    """
+    """A server with r requests in flight writes one token of each in token_s + r *
+    token_s_per_request seconds."""
 
     token_s: float
     token_s_per_request: float
     slots: int
+    """Requests decoded at once."""
     prefill_s: float
+    """Per token of a prompt, or of a response prefilled again."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens per second of a server all of whose slots are used."""
+        """Return the tokens per second of a server with all slots in use."""
         return self.slots / (self.token_s + self.slots * self.token_s_per_request)
 
     def scaled_to(self, tokens_per_s: float) -> "ServerSpeed":
@@ -46,8 +48,8 @@ class ServerSpeed:
 
 
 def mean_context(responses: Lengths, prompt: int) -> float:
-    """Return the tokens that a running request has in the cache, the mean over running requests and time: the prompt,
-    and E[L^2] / 2 E[L], since long responses run longer."""
+    """Return the tokens that a running request has in the cache, the mean over running requests and
+    time: the prompt, and E[L^2] / 2 E[L], since long responses run longer."""
     return prompt + responses.mean_square / (2 * responses.mean)
 
 
@@ -60,13 +62,13 @@ def server_speed(
     hardware: Hardware,
     efficiency: Efficiency,
 ) -> ServerSpeed:
-    """Return how fast a server of tp GPUs writes.
+    """Return the speed of a server of tp GPUs with at most `slots` requests at once.
 
-    Per token of all requests: the weights from memory (of experts, all: with some dozen requests each one is asked),
-    two all-reduces per layer, and the host. Per request: its keys and values from memory (2 x layers x KV heads x dim
-    numbers per token of its context; arXiv 2309.06180, section 3), two operations per parameter, its part of the
-    all-reduces, and what the host does for it: what it does once, to read and to answer it, is spread over its tokens.
-    slots: requests at once, at most.
+    Per token of all requests: the weights from memory (all experts, since some dozen requests use
+    each one), two all-reduces per layer, and the host. Per request: its keys and values from memory
+    (2 x layers x KV heads x dim numbers per token of its context; arXiv 2309.06180, section 3), two
+    operations per parameter, its part of the all-reduces, and the host's work, with the time to
+    read and answer it spread over its tokens.
     """
     memory = hardware.memory_bandwidth * efficiency.memory * tp
     rate = hardware.flops * efficiency.matmul * tp
@@ -96,8 +98,8 @@ def num_all_parameters(spec: ModelSpec) -> int:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Return the parameters whose products a token goes through: without the embedding's rows, which are looked up, and
-    without the experts that are not its own."""
+    """Return the parameters in a token's products: without the embedding's rows, which are looked
+    up, and without unused experts."""
     unused = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     if spec.moe:
         idle = spec.moe.num_experts - spec.moe.experts_per_token
@@ -106,7 +108,7 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 def push_s(spec: ModelSpec, bucket_mb: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds of a push: the weights in bfloat16 over the sender's adapter (a broadcast passes each byte
-    once), and for each bucket the answers of the servers."""
+    """Return the seconds of a push: the weights in bfloat16 over the sender's adapter (a broadcast
+    passes each byte once), and for each bucket the answers of the servers."""
     num_bytes = num_all_parameters(spec) * WIDTH
     return num_bytes / (hardware.network_bandwidth * efficiency.link) + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

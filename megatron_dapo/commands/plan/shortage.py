@@ -1,4 +1,4 @@
-"""What an estimate of GPU memory does not fit into, and the cure."""
+"""Reports a shortage of GPU memory, with the cure."""
 
 from megatron_dapo.checks.hardware import HARDWARE
 from megatron_dapo.checks.memory import kept_free, server_memory, trainer_memory, usable_memory, weight_sync_bytes
@@ -63,7 +63,8 @@ def _available(config: Config) -> str:
 
 
 def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, missing: float) -> str:
-    """Return what makes a trainer GPU's largest part smaller. missing: bytes that the estimate is too large by."""
+    """Return how to shrink a trainer GPU's largest part. missing: bytes by which the estimate is
+    too large."""
     if part == "weight sync":
         smallest = config.weight_sync.model_copy(update={"bucket_size_mb": 1})
         least = weight_sync_bytes(config.model_copy(update={"weight_sync": smallest}), spec)
@@ -100,8 +101,8 @@ def _larger_server(config: Config, spec: ModelSpec) -> str:
 
 
 def _beyond_a_node(config: Config) -> list[str]:
-    """Return a sentence where the servers of a node need more GPUs than it has. Servers of one process each may be on
-    CPUs, in any number."""
+    """Return a mistake if a node's servers need more GPUs than it has. Servers of one process each
+    may be on CPUs, in any number."""
     server = config.actor_rollout_ref.rollout.server
     tp, number, gpus = server.tensor_model_parallel_size, servers_per_node(config), config.trainer.n_procs_per_node
     if not server.nnodes or tp == 1 or number * tp <= gpus:

@@ -1,7 +1,9 @@
-"""A discrete-event simulation of rollout and training: how fast a run would be, without servers and without waiting.
+"""A discrete-event simulation of rollout and training: a run's speed, without servers and without
+waiting.
 
-Queue and admission are the program's own (`megatron_dapo.queue`); what is modelled is time: of the servers, of the
-trainer and of the push of the weights. Pure: no clock, no files. Seconds are simulated seconds.
+Queue and admission are the program's own (`megatron_dapo.queue`); the model is of time: of the
+servers, of the trainer and of the push of the weights. Pure: no clock, no files. Seconds are
+simulated seconds.
 """
 
 import heapq
@@ -30,13 +32,15 @@ class Draw:
     has_signal: bool
 
 
-Draws = Callable[[int], Draw]  # number of the draw -> what the servers will answer
+Draws = Callable[[int], Draw]  # number of the draw -> the servers' answers
 
 
 def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draws:
-    """Return draws that depend on their number and the seed alone: each run that is compared gets the same ones.
+    """Return draws that depend only on their number and the seed, so that compared runs get the
+    same ones.
 
-    acceptance: share of groups that carry signal, above 0; n: responses of a group, at least 2 where some carry none.
+    acceptance: share of groups with signal, above 0; n: responses of a group, at least 2 if some
+    have none.
     """
     assert acceptance == 1 or (acceptance > 0 and n >= 2), "no group would ever carry signal"
 
@@ -51,56 +55,55 @@ def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draw
 class Machines:
     """The servers and the trainer, in seconds.
 
-    A server with r requests in flight writes one token of each in token_s + r * token_s_per_request. train_s: from a
-    batch to the push; push_s: of the weights, while no server writes.
+    A server with r requests in flight writes one token of each in token_s + r *
+    token_s_per_request.
     """
 
     num_servers: int
     slots_per_server: int
     token_s: float
     train_s: float
+    """From a batch to the push."""
     push_s: float
+    """Of the weights, while no server writes."""
     token_s_per_request: float = 0.0
 
     @property
     def num_slots(self) -> int:
-        """Return the requests that all servers take together."""
+        """Return the total number of requests that the servers take."""
         return self.num_servers * self.slots_per_server
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How prompts are drawn and trained on: the keys of the config by their meaning.
-
-    num_steps: steps that are measured after the first `warm_up` ones; the run itself is longer, so that none of them is
-    the last.
-    """
+    """The drawing of prompts and the training, by config keys."""
 
     train_batch_size: int
     gen_batch_size: int
     n: int
     max_staleness: int
     num_steps: int
+    """Steps to measure after the first `warm_up` ones; the run is longer, so that none of them is
+    the last."""
     warm_up: int = 4
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What was measured, or predicted, over the steps after the warm-up.
-
-    wait_share: of the time, in which the trainer waited for a batch; slots_used: share of the servers' slots with a
-    request in flight, the mean over time; discarded_share: groups with signal that were discarded, of all generated.
-    """
+    """Measurements or predictions over the steps after the warm-up."""
 
     steps_per_s: float
     wait_share: float
+    """Of the time: the trainer's wait for batches."""
     slots_used: float
+    """Mean share of the servers' slots with a request in flight."""
     discarded_share: float
+    """Discarded groups with signal, of all generated."""
 
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """One response that is asked for. Requests that end together are ordered by their number."""
+    """One requested response. Requests that end at the same time are ordered by their number."""
 
     number: int
     uid: str  # the group's
@@ -114,7 +117,7 @@ class SimulatedRequest:
 class SimulatedServer:
     """Requests in flight on one server.
 
-    All of them advance at the same rate, so that one counter of tokens written orders their ends.
+    All advance at the same rate, so that one counter of tokens written orders their ends.
     """
 
     def __init__(self, machines: Machines) -> None:
@@ -125,12 +128,13 @@ class SimulatedServer:
         self._count_requests()
 
     def _count_requests(self) -> None:
-        """Note what follows from the number of requests: it is asked for more often than they change."""
+        """Update the values that depend on the number of requests; they are read more often than it
+        changes."""
         self.num_in_flight = len(self._running)
         self._seconds_per_token = self._machines.token_s + self.num_in_flight * self._machines.token_s_per_request
 
     def seconds_to_next_end(self) -> float:
-        """Return the seconds until the next request is done; infinite where there is none."""
+        """Return the seconds until the next request is done; infinite without requests."""
         if not self._running:
             return math.inf
         return max(self._running[0][0] - self._written, 0.0) * self._seconds_per_token
@@ -145,11 +149,11 @@ class SimulatedServer:
         self._written_before.append(self._written)
 
     def advance(self, seconds: float) -> None:
-        """Write tokens for that long, which is at most `seconds_to_next_end`."""
+        """Write tokens for so many seconds, at most `seconds_to_next_end`."""
         self._written += seconds / self._seconds_per_token
 
     def pop(self) -> tuple[SimulatedRequest, dict[int, int]]:
-        """End the request that is next; return it with the number of its tokens by the version that wrote them."""
+        """End the next request; return it with the number of its tokens by weight version."""
         self._written, request = heapq.heappop(self._running)
         self._count_requests()
         began = self._written - request.length
@@ -166,9 +170,10 @@ class SimulatedServer:
 
 
 class Simulation:
-    """One run: the trainer asks for batches, trains and pushes; the servers write between these moments.
+    """One run: the trainer requests batches, trains and pushes; the servers write between these
+    moments.
 
-    `drawn` and `trained`: all groups so far, for what is compared between them. filter_reason: as of `GroupQueue`.
+    `drawn` and `trained`: all groups so far, for comparisons. filter_reason: as in `GroupQueue`.
     """
 
     def __init__(
@@ -185,12 +190,12 @@ class Simulation:
         )
         self._queue = GroupQueue(limits, filter_reason or by_correctness("strict"))
         self._version = 0  # that the servers hold
-        self._confirmed = 0  # that the controller knows of: it learns when the next step is asked for
+        self._confirmed = 0  # the controller's knowledge: updated when the next step is requested
         self._servers = [SimulatedServer(machines) for _ in range(machines.num_servers)]
         self._waiting: deque[SimulatedRequest] = deque()  # without a slot
         self._numbers = itertools.count()
         self._groups: dict[str, Group] = {}  # uid -> open group, as it was drawn
-        self._samples: dict[str, list[Sample]] = {}  # uid -> those of the group that are done
+        self._samples: dict[str, list[Sample]] = {}  # uid -> finished samples of the group
         self._now = 0.0
         self._num_in_flight = 0
         self._slot_seconds = 0.0
@@ -198,7 +203,7 @@ class Simulation:
         self.trained: list[Group] = []
 
     def run(self) -> Speed:
-        """Return what the steps after the warm-up took."""
+        """Return the measurements of the steps after the warm-up."""
         recipe = self._recipe
         waited_s = 0.0
         started = (self._now, self._slot_seconds, self._queue.account)
@@ -224,7 +229,8 @@ class Simulation:
         )
 
     def _train(self) -> None:
-        """Let the servers go on while the trainer works, and stand still while the weights are pushed."""
+        """Let the servers go on while the trainer works, and stand still while the weights are
+        pushed."""
         self._admit(is_asked=False)
         end = self._now + self._machines.train_s
         while self._to_next_end(end, is_asked=False):
@@ -235,8 +241,8 @@ class Simulation:
         self._version += 1
 
     def _to_next_end(self, deadline: float, is_asked: bool) -> bool:
-        """Advance to the end of the next request, and admit what then may be drawn; False where the deadline is
-        first."""
+        """Advance to the end of the next request, and admit allowed draws; False if the deadline is
+        earlier."""
         next_server = min(self._servers, key=SimulatedServer.seconds_to_next_end)
         seconds = next_server.seconds_to_next_end()
         if self._now + seconds > deadline:
@@ -269,7 +275,8 @@ class Simulation:
         self._fill_slots()
 
     def _admit(self, is_asked: bool) -> None:
-        """Draw what may be drawn now: a wave where the trainer waits for a step, with K above 0 one after the other."""
+        """Draw allowed prompts: a wave if the trainer waits for a step, with K above 0 one after
+        the other."""
         if self._recipe.max_staleness:
             while self._has_free_slot() and self._queue.may_start(self._queue.num_open, self._confirmed):
                 self._draw()
@@ -306,7 +313,8 @@ def mean_length(lengths: Sequence[int]) -> float:
 
 
 def mean_age(groups: Iterable[Group], weight_version: int) -> float:
-    """Return the mean age of a token in a step that begins with this version: `rollout/staleness_mean` of the step."""
+    """Return the mean age of a token in a step that begins with this version:
+    `rollout/staleness_mean` of the step."""
     num_tokens = 0
     age = 0
     for sample in (sample for group in groups for sample in group.samples):
@@ -316,8 +324,8 @@ def mean_age(groups: Iterable[Group], weight_version: int) -> float:
 
 
 def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
-    """Return an answer as far as the queue looks at it: length, correctness, and one entry per version that wrote some
-    of its tokens, whose entry in the loss mask is their number."""
+    """Return an answer with the fields that the queue reads: length, correctness, and one entry per
+    weight version, whose loss mask is its number of tokens."""
     return Sample(
         uid=request.uid,
         prompt_tokens=np.zeros(1, TOKEN),
@@ -341,7 +349,8 @@ def _tokens(number: int) -> np.ndarray:
 
 
 def _discarded_share(before: Account, after: Account) -> float:
-    """Return the groups with signal that were discarded, of all that were generated between two accounts."""
+    """Return the groups with signal that were discarded, of all that were generated between two
+    accounts."""
     discarded = after.num_discarded - before.num_discarded
     handed = after.num_handed - before.num_handed
     filtered = after.num_filtered - before.num_filtered

@@ -1,4 +1,5 @@
-"""How long a rollout step takes: the trainer's and the servers' time, put together by the simulation for each K."""
+"""The time of a rollout step: the trainer's and the servers' times, combined by the simulation for
+each K."""
 
 import math
 from collections.abc import Sequence
@@ -32,24 +33,26 @@ from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
-# Of the controller's and the ranks' work per token of a step before they train: 2.04 s for 8192 answers of 6000 tokens
-# with prompts of 200, at TP 2, DP 2 on two cores (benchmarks/results/hand_over_cpu.json). The nodes' network is not in
-# it.
+# Of the controller's and the ranks' work per token of a step before they train: 2.04 s for 8192
+# answers of 6000 tokens with prompts of 200, at TP 2, DP 2 on two cores
+# (benchmarks/results/hand_over_cpu.json). The nodes' network is not in it.
 HAND_OVER_S = 0.040e-6
-# Requests of a simulated step, about: a larger step is simulated by a part of it with as many of its servers.
+# Approximate requests of a simulated step: a larger step is simulated by a part of it with the same
+# part of its servers.
 SIMULATED_REQUESTS = 3000
 MEASURED_STEPS = 6
 SEED = 1
 PROMPT = 170
-"""Mean tokens of a prompt where nobody says so: DAPO-Math-17k's. Synthetic ones have MEAN_SHARE of the longest."""
+"""Default mean tokens of a prompt: DAPO-Math-17k's. Synthetic ones have MEAN_SHARE of the
+longest."""
 ACCEPTANCE = 0.45
-"""Groups with signal where nobody says so, if others are replaced."""
+"""Default share of groups with signal, if others are replaced."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """By how much each part takes longer than its estimate: a server's tokens, the update (the critic's too), a pass
-    for log-probs, the hand-over, a push."""
+    """Measured slowness of each part, relative to its estimate. update: also the critic's;
+    log_probs: a pass."""
 
     server: float = 1.0
     update: float = 1.0
@@ -60,24 +63,25 @@ class Factors:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan of time has to be told, besides the config and the model's shape.
-
-    prompt: mean tokens. acceptance: share of groups that carry signal. server_tokens_per_s: of one server all of whose
-    slots are used; none = by the roofline. hand_over_s: per token of a step. factors: of an earlier run.
-    """
+    """The inputs of a time plan, besides the config and the model's shape."""
 
     hardware: Hardware
     responses: Lengths
     prompt: int
+    """Mean tokens."""
     acceptance: float
+    """Share of groups that carry signal."""
     efficiency: Efficiency = Efficiency()
     server_tokens_per_s: float | None = None
+    """Of one server with all slots in use; None: by the roofline."""
     hand_over_s: float = HAND_OVER_S
+    """Per token of a step."""
     factors: Factors = Factors()
+    """Of an earlier run."""
 
     @classmethod
     def usual(cls, config: Config, hardware: Hardware) -> "Assumptions":
-        """Return what is assumed of a run that nobody says anything about."""
+        """Return the default assumptions for a run."""
         longest = config.data.max_response_length
         return cls(
             hardware,
@@ -88,7 +92,7 @@ class Assumptions:
 
 
 def usual_prompt(config: Config) -> int:
-    """Return the mean tokens of a prompt that nobody says anything about."""
+    """Return the default mean tokens of a prompt."""
     longest = config.data.max_prompt_length
     return round(
         Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest).mean
@@ -99,24 +103,23 @@ def usual_prompt(config: Config) -> int:
 
 @dataclass(frozen=True)
 class PhaseTimes:
-    """What the phases of a rollout step take, trainer and servers each by themselves, before the simulation puts them
-    together.
-
-    server: one of num_servers. prefill_s: at a push with K above 0 each server prefills its running requests again,
-    unless they keep their caches (weight_sync.pause_mode in_place). Seconds of a rollout step: score (old log-probs),
-    reference, critic, hand_over, push.
-    """
+    """The phases of a rollout step, trainer and servers separately, before the simulation combines
+    them. (weight_sync.pause_mode in_place)."""
 
     server: ServerSpeed
+    """One of num_servers."""
     num_servers: int
     server_tp: int
     training: TrainingTime
     score: float
+    """Old log-probs; in seconds of a rollout step, like the following ones."""
     reference: float
     critic: float
     hand_over: float
     push: float
     prefill_s: float
+    """At a push with K above 0 each server prefills its running requests again, unless they keep
+    their caches"""
 
     @property
     def train_s(self) -> float:
@@ -126,25 +129,25 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A rollout step at one max_staleness.
-
-    sampling: seconds that the trainer waits for the batch; tail: those of them in which servers' slots were free, by
-    their number, or None with max_staleness above 0: what is free then, the bound on age holds back. push: with the
-    prefill of the running requests. The idle shares are of the time: the trainer's in which it waits for a batch, the
-    servers' of their slots.
-    """
+    """A rollout step at one max_staleness. bound on age then holds slots back."""
 
     max_staleness: int
     step: float
     sampling: float
+    """Seconds that the trainer waits for the batch."""
     tail: float | None
+    """Part of `sampling` with free slots at servers, weighted by their number. None with
+    max_staleness above 0: the"""
     push: float
+    """With the prefill of the running requests."""
     trainer_idle: float
+    """Share of the time that the trainer waits for a batch."""
     servers_idle: float
+    """Share of the servers' slots."""
 
 
 def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: ModelSpec | None = None) -> PhaseTimes:
-    """Return what the phases of a config's step take. critic: its spec, where it is of another size."""
+    """Return the phase times of a config's step. critic: its spec, if its size differs."""
     hardware = assumed.hardware
     efficiency = assumed.efficiency
     work = training_work(config, assumed.responses, assumed.prompt)
@@ -154,12 +157,12 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     )
     critic_s = 0.0
     if uses_critic(config):
-        own = (critic or spec).as_critic()
+        critic_spec = (critic or spec).as_critic()
         sizes = critic_batching(config)
-        layout = replace(trainer_layout(config, own), max_tokens=sizes.max_tokens_per_microbatch)
+        layout = replace(trainer_layout(config, critic_spec), max_tokens=sizes.max_tokens_per_microbatch)
         mini_batches = ceil_div(config.data.train_batch_size, sizes.ppo_mini_batch_size)
         its_work = replace(work, mini_batches=mini_batches, epochs=sizes.ppo_epochs)
-        its_time = training_time(own, layout, its_work, hardware, efficiency).slower_by(
+        its_time = training_time(critic_spec, layout, its_work, hardware, efficiency).slower_by(
             factors.update, factors.log_probs
         )
         critic_s = its_time.score + its_time.update  # values, and its update
@@ -191,7 +194,8 @@ def num_servers(config: Config) -> int:
 
 
 def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSpeed:
-    """Return the speed of one of a config's servers. Its slots are as many as the keys allow and its cache holds."""
+    """Return the speed of one of a config's servers. Its slots are limited by the keys and by its
+    cache."""
     rollout = config.actor_rollout_ref.rollout
     context = mean_context(assumed.responses, assumed.prompt)
     limits = [rollout.max_concurrency, int(server_memory(config, spec).num_tokens / context)]
@@ -243,7 +247,8 @@ def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance:
 
 
 def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
-    """Return trainer and servers as the simulation takes them. Slots that no request can ever use are left out."""
+    """Return trainer and servers as the simulation takes them. Slots that no request can ever use
+    are left out."""
     most = recipe.gen_batch_size if not recipe.max_staleness else (recipe.max_staleness + 1) * recipe.train_batch_size
     slots = min(parts.server.slots, ceil_div(most * recipe.n, parts.num_servers))
     return Machines(
@@ -252,9 +257,13 @@ def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
 
 
 def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
-    """Return the simulated speed, of a part of the servers with as large a part of the groups where all would take
-    long: servers do not know of each other, so a part behaves as the whole, but for the longest of fewer responses. Of
-    one server a part of the slots is taken, each of which then slows the others down by as much more."""
+    """Return the simulated speed, if necessary of a part of the servers with the same part of the
+    groups.
+
+    Servers are independent, so a part behaves like the whole, except that the longest of fewer
+    responses is shorter. Of a single server a part of the slots is simulated, with a
+    correspondingly larger slowdown per request.
+    """
     share = min(1.0, SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
     part = max(1, math.floor(machines.num_servers * share))
     slots = machines.slots_per_server
@@ -276,11 +285,7 @@ def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance
 
 @dataclass(frozen=True)
 class RunTime:
-    """A run at each K, and what it costs.
-
-    tokens_per_s: tokens trained on (responses and prompts) per second of a step and GPU of all, by K. gpu_hours: of the
-    whole run, without validation and saves.
-    """
+    """A run's time at each K, and its cost."""
 
     parts: PhaseTimes
     steps: tuple[StepTime, ...]
@@ -288,7 +293,9 @@ class RunTime:
     num_trainer_gpus: int
     num_optimizer_steps: int
     tokens_per_s: tuple[float, ...]
+    """Trained tokens (responses and prompts) per second of a step and GPU, by K."""
     gpu_hours: tuple[float, ...]
+    """Of the whole run, without validation and saves."""
 
 
 def run_time(
@@ -298,8 +305,8 @@ def run_time(
     staleness: Sequence[int],
     critic: ModelSpec | None = None,
 ) -> RunTime:
-    """Return how long a config's run takes at each max_staleness; without servers at the config's own alone, which
-    then does nothing."""
+    """Return the time of a config's run at each max_staleness; without servers only at the config's
+    own, which then has no effect."""
     parts = phase_times(config, spec, assumed, critic)
     if uses_servers(config):
         steps = tuple(

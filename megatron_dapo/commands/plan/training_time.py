@@ -1,9 +1,10 @@
-"""How long the trainer works on a rollout step, by a roofline: products, memory traffic, communication, bubble.
+"""The trainer's time for a rollout step, by a roofline: products, memory traffic, communication,
+bubble.
 
-A roofline in the plain sense: every kernel runs after the last one, and takes what its products need at the rate that
-products reach, or what its bytes need at the rate that memory reaches. Nothing is fitted to a run; `Efficiency` has the
-shares of the data sheets' figures that are reached, the same for all models, layouts and GPUs. Left out: sending
-activations between pipeline stages, differences between ranks, the host.
+A plain roofline: kernels run one after the other, each for the time of its products or of its
+bytes. Nothing is fitted to a run. `Efficiency` has the attained shares of the data sheets' figures,
+the same for all models, layouts and GPUs. Left out: sending activations between pipeline stages,
+differences between ranks, the host.
 """
 
 import math
@@ -37,63 +38,64 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 NUM_QUANTILES = 400  # lengths that stand for all: the mean of their squares is right to 1 %
 WIDTH = 2  # bytes of bfloat16
 GRADIENT = 4  # bytes: Megatron adds gradients up in float32
-# Bytes per parameter that Adam reads (gradient, two moments, main weight: 4 each) and writes (moments, main weight, and
-# 2 for the model's own).
+# Bytes per parameter that Adam reads (gradient, two moments, main weight: 4 each) and writes
+# (moments, main weight, and 2 for the model's own).
 ADAM_TRAFFIC = 16 + 14
-# The same of a parameter whose state is offloaded, in the node's memory: besides, the gradient arrives (4), and the new
+# The same for a parameter whose state is offloaded, in host memory. Besides, the gradient arrives
+# (4), and the new
 # weight is read, written in bfloat16 and fetched (4 + 2 + 2, of which Adam's 2 are one).
 OFFLOADED_TRAFFIC = ADAM_TRAFFIC + 4 + 6
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of what the data sheets promise that are reached.
-
-    matmul: of the products' peak, 0.65: Llama 3 405B trained at 38 to 43 % of it with all communication (arXiv
-    2407.21783, table 4), cuBLAS alone reaches 0.6 to 0.8 on an H100, which lowers its clock under load. memory: of the
-    HBM's bandwidth, 0.7. link: of NVLink's and the adapters', 0.75, as nccl-tests' bus bandwidth on a DGX H100.
-    """
+    """Attained shares of the data sheets' figures. table 4); cuBLAS reaches 0.6 to 0.8 on an H100,
+    which lowers its clock under load."""
 
     matmul: float = 0.65
+    """Of the products' peak. Llama 3 405B trained at 38 to 43 % of it with all communication (arXiv
+    2407.21783,"""
     memory: float = 0.7
+    """Of the HBM's bandwidth."""
     link: float = 0.75
+    """Of NVLink's and the adapters' bandwidth, like nccl-tests' bus bandwidth on a DGX H100."""
 
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """How a trainer is cut over GPUs, and what it recomputes.
-
-    recompute: forward passes that are repeated in backward, 0 to 1, of all layers. max_tokens: of a micro-batch.
-    offloaded: share of the optimizer's state in the node's memory. tp_comm_overlap: every micro-batch has max_tokens.
-    lora: of the adapters, where these alone are trained.
-    """
+    """A trainer's cut over GPUs, and its recomputation."""
 
     sizes: ParallelSizes
     gpus_per_node: int
     sequence_parallel: bool
     recompute: float
+    """Forward passes repeated in backward, 0 to 1, of all layers."""
     max_tokens: int
+    """Of a micro-batch."""
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     fp8: bool = False
     offloaded: float = 0.0
+    """Share of the optimizer's state in host memory."""
     tp_comm_overlap: bool = False
+    """Every micro-batch has max_tokens."""
     lora: LoraSettings | None = None
+    """For training adapters only."""
 
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """What a rollout step asks of the trainer.
-
-    num_samples: per rollout step; prompt: mean tokens of one; mini_batches: optimizer steps of one pass; epochs:
-    passes.
-    """
+    """The trainer's work in a rollout step."""
 
     num_samples: int
+    """Per rollout step."""
     responses: Lengths
     prompt: int
+    """Mean tokens."""
     mini_batches: int
+    """Optimizer steps of one pass."""
     epochs: int = 1
+    """Passes."""
 
     @property
     def num_tokens(self) -> float:
@@ -106,8 +108,8 @@ class TrainingWork:
         return self.num_tokens + padding * self.num_samples / NUM_QUANTILES
 
     def forward_flops(self, spec: ModelSpec, multiple: int = 1) -> tuple[float, float]:
-        """Return the operations of one forward pass over all samples, each padded to this multiple: (layers, head,
-        which leaves padding out)."""
+        """Return the operations of one forward pass over all samples: (layers, padded to this
+        multiple; head, without padding)."""
         scale = self.num_samples / NUM_QUANTILES
         layers = forward_flops(spec, self._lengths(multiple), 0)
         return layers * scale, forward_flops(spec, [], sum(self.responses.quantiles(NUM_QUANTILES))) * scale
@@ -118,32 +120,36 @@ class TrainingWork:
         return training_flops(spec, self._lengths(), num_answered, lora) * self.num_samples / NUM_QUANTILES
 
     def attention_flops(self, spec: ModelSpec, multiple: int = 1) -> float:
-        """Return those of them that attention takes."""
+        """Return attention's part of the operations."""
         return attention_flops(spec, self._lengths(multiple)) * self.num_samples / NUM_QUANTILES
 
     def _lengths(self, multiple: int = 1) -> list[int]:
-        """Return lengths that stand for all samples, with their prompts and padded to this multiple."""
+        """Return lengths that stand for all samples, with their prompts and padded to this
+        multiple."""
         return [round_up(self.prompt + length, multiple) for length in self.responses.quantiles(NUM_QUANTILES)]
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """Seconds of a rollout step on the trainer's GPUs.
-
-    update: all of it. Of the update: tensor (collectives of tensor, context and expert parallel ranks), bubble (of the
-    pipeline), optimizer (gradients over data-parallel ranks, Adam, weights back). score: one pass for log-probs. mfu:
-    of the update, model FLOPs without recomputation over the peak (PaLM, arXiv 2204.02311, appendix B).
-    """
+    """Seconds of a rollout step on the trainer's GPUs."""
 
     update: float
+    """Includes tensor, bubble and optimizer."""
     tensor: float
+    """Collectives of tensor, context and expert parallel ranks."""
     bubble: float
+    """Of the pipeline."""
     optimizer: float
+    """Gradients over data-parallel ranks, Adam, weights back."""
     score: float
+    """One pass for log-probs."""
     mfu: float
+    """Of the update: model FLOPs without recomputation over the peak (PaLM, arXiv 2204.02311,
+    appendix B)."""
 
     def slower_by(self, update: float, score: float) -> "TrainingTime":
-        """Return the times with the update and all its parts, and the score, each multiplied by its factor."""
+        """Return the times with the update and all its parts, and the score, each multiplied by its
+        factor."""
         return TrainingTime(
             update=self.update * update,
             tensor=self.tensor * update,
@@ -173,7 +179,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
 
 
 def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWork:
-    """Return what a config's rollout step asks of its trainer."""
+    """Return the trainer's work in a config's rollout step."""
     return TrainingWork(
         samples_per_rollout_step(config),
         responses,
@@ -186,11 +192,11 @@ def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWo
 def training_time(
     spec: ModelSpec, layout: TrainerLayout, work: TrainingWork, hardware: Hardware, efficiency: Efficiency
 ) -> TrainingTime:
-    """Return how long the trainer takes for a rollout step.
+    """Return the trainer's time for a rollout step.
 
-    All pipeline stages wait for the slowest: the last, which has the head besides its layers, or one that has more
-    layers. Of m micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V times one of the slowest (arXiv
-    2104.04473, section 2.2).
+    All pipeline stages wait for the slowest: the last, with the head besides its layers, or one
+    with more layers. For m micro-batches a pipeline of P stages in V chunks takes m + (P - 1) / V
+    times one of the slowest (arXiv 2104.04473, section 2.2).
     """
     split = split_of(spec, layout.sizes)
     last = layout.sizes.pp - 1
@@ -203,7 +209,8 @@ def training_time(
 def _time_of_stage(
     spec: ModelSpec, layout: TrainerLayout, stage: int, work: TrainingWork, hardware: Hardware, efficiency: Efficiency
 ) -> TrainingTime:
-    """Return how long the trainer takes for a rollout step if this pipeline stage is the slowest."""
+    """Return how long the trainer takes for a rollout step if this pipeline stage is the
+    slowest."""
     sizes = layout.sizes
     layers = split_of(spec, sizes).numbers_of(stage)
     num_layers = len(layers)
@@ -218,7 +225,7 @@ def _time_of_stage(
         full = _full_micro_batches(tokens * sizes.cp, work.mini_batches, layout.max_tokens)
         products *= full * layout.max_tokens / (tokens * sizes.cp)
         tokens = full * layout.max_tokens / sizes.cp
-    if layout.fp8:  # the products of the layers, not attention; what is scaled and cast for them is left out
+    if layout.fp8:  # the products of the layers, not attention; scaling and casting are left out
         products /= FP8_SPEED
     rate = hardware.flops * efficiency.matmul * sizes.tp * sizes.num_copies
     products_s = products * share_of_products / rate
@@ -227,7 +234,7 @@ def _time_of_stage(
     layers_s = products_s + adapters_s + attention * share / rate + traffic_s
     head_s = head_flops / rate if stage == sizes.pp - 1 else 0.0
     collective_s = _collectives_s(spec, layout, layers, tokens, hardware, efficiency)
-    if layout.tp_comm_overlap:  # those of a layer go on while the products beside them are computed
+    if layout.tp_comm_overlap:  # a layer's collectives overlap with the products beside them
         collective_s = max(collective_s - products_s, 0.0)
     ring_s = num_layers * _ring_s(spec, layout, tokens, hardware, efficiency)
 
@@ -238,14 +245,16 @@ def _time_of_stage(
     score_s = layers_s + head_s + collective_s + ring_s + weights_s
     score_s *= 1 + (sizes.pp - 1) / (sizes.vpp or 1) / num_micro_batches
 
-    # backward: twice the products and the traffic; with sequence parallelism inputs are gathered once more
+    # backward: twice the products and the traffic; with sequence parallelism inputs are gathered
+    # once more
     passes = TRAINING_PASSES + layout.recompute
     tensor_s = collective_s * (2.0 + layout.recompute + (0.5 if layout.sequence_parallel else 0.0))
-    tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)  # backward: keys and values, and their gradients
+    # backward: keys and values, and their gradients
+    tensor_s += ring_s * (TRAINING_PASSES + layout.recompute)
     weights_s += _weights_s(parameters, WIDTH, hardware, efficiency) * num_micro_batches
     weights_s += _weights_s(sum(trained), 2 * GRADIENT, hardware, efficiency) * num_micro_batches
     worked_s = passes * layers_s + TRAINING_PASSES * head_s + tensor_s + weights_s
-    if layout.lora is not None:  # weights that are frozen have no gradients
+    if layout.lora is not None:  # frozen weights have no gradients
         worked_s -= products_s + head_s
     per_step = max(num_micro_batches / work.mini_batches, 1.0)  # micro-batches of an optimizer step
     micro_batch_s = worked_s / (per_step * work.mini_batches)
@@ -264,7 +273,8 @@ def _time_of_stage(
 
 
 def _full_micro_batches(tokens: float, mini_batches: int, max_tokens: int) -> int:
-    """Return how many micro-batches a data-parallel rank's tokens fill at least, each mini-batch its own."""
+    """Return how many micro-batches a data-parallel rank's tokens fill at least, each mini-batch
+    its own."""
     return mini_batches * max(math.ceil(tokens / mini_batches / max_tokens), 1)
 
 
@@ -276,15 +286,17 @@ def _traffic_s(
     hardware: Hardware,
     efficiency: Efficiency,
 ) -> float:
-    """Return the seconds for which a layer, the mean over these, reads and writes activations in a forward pass: what
-    backward needs later (arXiv 2205.05198, section 4) is written once, and read once by the next operation."""
+    """Return the seconds of a layer's activation traffic in a forward pass, the mean over these
+    layers. Values that backward needs (arXiv 2205.05198, section 4) are written once, and read once
+    by the next operation."""
     part = layout.sizes.tp if layout.sequence_parallel else 1
     num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part, layers))
     return tokens * num_bytes / (hardware.memory_bandwidth * efficiency.memory)
 
 
 def _weights_s(parameters: int, bytes_each: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds for which a micro-batch reads a rank's weights, or reads and writes their gradients."""
+    """Return the seconds in which a micro-batch reads a rank's weights, or reads and writes their
+    gradients."""
     return parameters * bytes_each / (hardware.memory_bandwidth * efficiency.memory)
 
 
@@ -298,10 +310,12 @@ def _collectives_s(
 ) -> float:
     """Return the seconds of the collectives of these layers, numbered from 0, in a forward pass.
 
-    Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
-    reduce-scatters, which is the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank (arXiv 2205.05198,
-    section 4.2.2). Expert parallel ranks: each token goes to its experts and back (two all-to-alls). Expert tensor
-    parallel ranks: each takes the tokens of the others, and gives back its part of what the experts make of them.
+    - Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
+      reduce-scatters, which cost the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank
+      (arXiv 2205.05198, section 4.2.2).
+    - Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
+    - Expert tensor parallel ranks: each takes the tokens of the others, and returns its part of the
+      experts' results.
     """
     sizes = layout.sizes
     wide = spec.hidden_size * WIDTH
@@ -317,9 +331,10 @@ def _collectives_s(
 
 
 def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds for which each token's key and value of a layer go round the other context-parallel ranks in a
-    forward pass (arXiv 2310.01889). In backward they go round again, beside their gradients (TE 2.20, attention/
-    dot_product_attention/context_parallel.py). Behind how much attention they hide is left out."""
+    """Return the seconds in which a layer's keys and values go round the other context-parallel
+    ranks in a forward pass (arXiv 2310.01889). In backward they go round again, beside their
+    gradients (TE 2.20, attention/ dot_product_attention/context_parallel.py). Their overlap with
+    attention is left out."""
     sizes = layout.sizes
     ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
     bandwidth = _bandwidth(sizes.tp * sizes.cp, layout, hardware) * efficiency.link
@@ -334,9 +349,12 @@ def _optimizer_s(
     hardware: Hardware,
     efficiency: Efficiency,
 ) -> float:
-    """Return the seconds of all optimizer steps of a rollout step. With `overlap_param_gather` the weights of all but
-    the last are gathered behind a forward pass; the servers wait for those of the last. micro_batch_s: forward and
-    backward of one, a third and two thirds of it. parameters: as of `optimizer_step_s`."""
+    """Return the seconds of all optimizer steps of a rollout step.
+
+    With `overlap_param_gather` the weights of all steps but the last are gathered behind a forward
+    pass; the servers wait for the last. parameters: as in `optimizer_step_s`. micro_batch_s:
+    forward and backward of one, a third and two thirds of it.
+    """
     forward_s, backward_s = micro_batch_s / 3, micro_batch_s * 2 / 3
     last_s = optimizer_step_s(parameters, layout, backward_s, hardware, efficiency)
     gather_s = _exchange_s(parameters, WIDTH, layout, hardware, efficiency)
@@ -348,31 +366,39 @@ def _optimizer_s(
 def optimizer_step_s(
     parameters: tuple[int, int], layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds between the last backward pass of an optimizer step and the next forward pass.
+    """Return the seconds between the last backward pass of an optimizer step and the next forward
+    pass.
 
-    With the distributed optimizer gradients are reduced and scattered in float32, and weights gathered in bfloat16:
-    (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054, section 7), N = DP x CP, of experts the
-    ranks that hold the same ones. Adam goes over its share in between, at the same time over what is offloaded
-    (`_adam_s`). parameters: of a rank, shared ones and those of experts. backward_s: of one micro-batch, behind which
-    the gradients' part hides with `overlap_grad_reduce`.
+    With the distributed optimizer gradients are reduced and scattered in float32, and weights
+    gathered in bfloat16: (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054,
+    section 7), N = DP x CP, for experts the ranks with the same ones. In between, Adam goes over
+    its share and the offloaded part at the same time (`_adam_s`).
+
+    Args:
+        parameters: of a rank, shared ones and those of experts.
+        backward_s: of one micro-batch; it hides the gradients' part with `overlap_grad_reduce`.
     """
     gradients_s = _exchange_s(parameters, GRADIENT, layout, hardware, efficiency)
     if layout.overlap_grad_reduce:
         gradients_s = max(0.0, gradients_s - backward_s)
-    own = sum(number / copies for number, copies in _with_copies(parameters, layout.sizes))
-    adam_s = _adam_s(own, layout.offloaded, hardware, efficiency)
+    stepped = sum(number / copies for number, copies in _with_copies(parameters, layout.sizes))
+    adam_s = _adam_s(stepped, layout.offloaded, hardware, efficiency)
     return gradients_s + adam_s + _exchange_s(parameters, WIDTH, layout, hardware, efficiency)
 
 
 def _with_copies(parameters: tuple[int, int], sizes: ParallelSizes) -> list[tuple[int, int]]:
-    """Return shared parameters, and those of experts, each with the number of ranks that hold the same."""
+    """Return shared parameters, and those of experts, each with the number of ranks that hold the
+    same."""
     return list(zip(parameters, (sizes.num_copies, sizes.expert_dp), strict=True))
 
 
 def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds of Adam over a rank's parameters. The GPU steps its share while the node's cores step the
-    offloaded one, whose gradients come, and weights go, tensor by tensor beside that (megatron-core 0.16.1,
-    optimizer/cpu_offloading/hybrid_optimizer.py: two streams): the slowest of these counts."""
+    """Return the seconds of Adam over a rank's parameters.
+
+    The GPU steps its share while the node's cores step the offloaded one; meanwhile gradients come,
+    and weights go, tensor by tensor (megatron-core 0.16.1,
+    optimizer/cpu_offloading/hybrid_optimizer.py: two streams). The slowest counts.
+    """
     on_gpu_s = (1 - offloaded) * parameters * ADAM_TRAFFIC / (hardware.memory_bandwidth * efficiency.memory)
     on_host_s = offloaded * parameters * OFFLOADED_TRAFFIC / (hardware.host_memory_bandwidth * efficiency.memory)
     moved_s = offloaded * parameters * GRADIENT / (hardware.host_link_bandwidth * efficiency.link)
@@ -382,8 +408,8 @@ def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency:
 def _exchange_s(
     parameters: tuple[int, int], width: int, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds for which the ranks that share the optimizer's state exchange a number of `width` bytes for
-    each parameter: reduce and scatter gradients, or gather weights."""
+    """Return the seconds in which the ranks that share the optimizer's state exchange `width` bytes
+    for each parameter: reduce and scatter gradients, or gather weights."""
     sizes = layout.sizes
     bandwidth = _bandwidth(sizes.tp * sizes.num_copies, layout, hardware) * efficiency.link
     sent = sum((copies - 1) / copies * number for number, copies in _with_copies(parameters, sizes))
@@ -391,5 +417,5 @@ def _exchange_s(
 
 
 def _bandwidth(num_adjacent: int, layout: TrainerLayout, hardware: Hardware) -> float:
-    """Return the bytes per second between that many ranks which stand side by side: NVLink within a node."""
+    """Return the bytes per second between so many adjacent ranks: NVLink within a node."""
     return hardware.link_bandwidth if num_adjacent <= layout.gpus_per_node else hardware.network_bandwidth

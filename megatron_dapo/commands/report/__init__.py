@@ -1,1 +1,1 @@
-"""A page about one run or several: curves, where the time went, events, and the answers, token by token."""
+"""A page about one run or several: curves, time spent, events, and the answers, token by token."""

@@ -1,4 +1,5 @@
-"""The answers that a run kept, step by step, as the page reads them: texts as JSON, tokens as arrays of bytes."""
+"""The answers that a run kept, step by step, as the page reads them: texts as JSON, tokens as
+arrays of bytes."""
 
 import io
 import json
@@ -33,7 +34,7 @@ def _turns(value: Any) -> list[dict] | None:
 
 
 Kinds = Mapping[str, Callable[[Any], Any]]
-"""Key -> the value as the page's scripts can read it, None where it is of another kind."""
+"""Key -> conversion to a value for the page's scripts, None for a wrong kind."""
 _GROUP_KEYS: Kinds = {"uid": _text, "prompt": _text, "ground_truth": _text, "data_source": _text, "masked": _switch}
 _RESPONSE_KEYS: Kinds = {
     "text": _text,
@@ -49,32 +50,36 @@ _RESPONSE_KEYS: Kinds = {
     "replayed": _switch,
     "reward_error": _text,
 }
-_NONE = -128  # of a number that is not known
+_NONE = -128  # of an unknown number
 _PER_OCTAVE = 4
 
 
 @dataclass(frozen=True)
 class StepFile:
-    """The answers of one step. kind: TRAINED, or HELD_OUT: an evaluation after the step. tokens: what is known of their
-    tokens, if the file exists."""
+    """The answers of one step."""
 
     kind: str
+    """TRAINED, or HELD_OUT: an evaluation after the step."""
     step: int
     path: Path
     tokens: Path | None = None
+    """The file of token data, if it exists."""
 
     def groups(self) -> list[dict]:
-        """Return the groups: what is said of each prompt, and under "responses" of the answers to it. Damaged lines,
-        and values of a wrong kind, are left out; [] where the file cannot be read, or is above MAX_FILE_BYTES."""
+        """Return the groups: the data of each prompt, and under "responses" of its answers.
+
+        Damaged lines and values of a wrong kind are left out; [] if the file is unreadable or above
+        MAX_FILE_BYTES.
+        """
         try:
-            lines = io.BytesIO(read_bytes(self.path, MAX_FILE_BYTES))  # lines that \n alone ends
+            lines = io.BytesIO(read_bytes(self.path, MAX_FILE_BYTES))  # split only at \n
         except OSError:
             return []
         records = (record for record in map(_parsed, lines) if record is not None)
         return _by_prompt(records) if self.kind == HELD_OUT else [*_trained(records)]
 
     def num_bytes(self) -> int:
-        """Return the size of the file; 0 where it cannot be read."""
+        """Return the size of the file; 0 if it is unreadable."""
         try:
             status = self.path.stat()
         except OSError:
@@ -83,7 +88,7 @@ class StepFile:
 
 
 def answer_files(folder: Path) -> list[StepFile]:
-    """Return the files of answers of a run, by step; of a step, what it trained on comes first."""
+    """Return the files of answers of a run, by step; within a step, trained ones first."""
     run = RunFolder(folder)
     trained = [
         StepFile(TRAINED, step, run.rollout(step), run.rollout_tokens(step)) for step in rollout_steps(run.rollouts)
@@ -94,7 +99,7 @@ def answer_files(folder: Path) -> list[StepFile]:
 
 
 def _parsed(line: bytes) -> dict | None:
-    """Return a record, None where the line is damaged."""
+    """Return a record, or None for a damaged line."""
     try:
         record = parse_json(line.decode("utf-8", "replace"))
     except ValueError:
@@ -110,7 +115,7 @@ def _trained(records: Iterable[dict]) -> Iterator[dict]:
 
 
 def _by_prompt(records: Iterable[dict]) -> list[dict]:
-    """Return answers that stand one per line as groups, in the order in which their prompts first come."""
+    """Return answers, one per line, as groups in order of their prompts' first occurrence."""
     groups: dict[Any, dict] = {}
     for record in records:
         key = str(record.get("prompt_index", record.get("prompt")))
@@ -132,13 +137,17 @@ def texts_bytes(groups: list[dict]) -> bytes:
 
 
 def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
-    """Return what is known of the tokens of a step as the page reads it; none where nothing is, or it is of other
+    """Return a step's token data in the page's format; None without data, or if they are of other
     answers than these.
 
-    A little-endian uint32 with the length of a JSON head, the head, padding to four bytes, then arrays over all tokens:
-    the place of each token's text in the head (uint16, or uint32 where the head says "wide"), how many versions the
-    token is older than the newest (uint8), and log-probs, differences and advantages as `coded` bytes. An array of
-    which nothing is known is left out, and so are advantages where all tokens of a response have the same.
+    A little-endian uint32 with the length of a JSON head, the head, padding to four bytes, then
+    arrays over all tokens:
+
+    - the index of each token's text in the head (uint16, or uint32 if the head says "wide"),
+    - the token's age in versions relative to the newest (uint8),
+    - log-probs, differences and advantages as `coded` bytes.
+
+    Unknown arrays are left out, and so are advantages if all tokens of a response have the same.
     """
     dump = TokenDump.read(file.tokens) if file.tokens else None
     responses = [response for group in groups for response in group["responses"]]
@@ -146,11 +155,11 @@ def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
         return None
     ids = sorted(dump.texts)
     newest = int(dump.weight_versions.max(initial=0))
-    own = dump.loss_mask != 0
+    written = dump.loss_mask != 0
     advantages = dump.advantages.astype(np.float32)
     per_response = [*_advantages(advantages, dump.lengths)]
     numbers = {
-        "log_probs": np.where(own, dump.rollout_log_probs.astype(np.float32), np.nan),
+        "log_probs": np.where(written, dump.rollout_log_probs.astype(np.float32), np.nan),
         "differences": dump.log_prob_diffs.astype(np.float32),
         "advantages": advantages,
     }
@@ -175,15 +184,15 @@ def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
 
 
 def _advantages(advantages: np.ndarray, lengths: np.ndarray) -> Iterator[float | str | None]:
-    """Yield the advantage of each response; "" where it has none, None where its tokens differ."""
+    """Yield the advantage of each response; "" without one, None if its tokens differ."""
     for part in np.split(advantages, np.cumsum(lengths)[:-1]):
         values = np.unique(part[np.isfinite(part)])
         yield "" if not len(values) else float(f"{values[0]:.4g}") if len(values) == 1 else None
 
 
 def coded(values: np.ndarray) -> np.ndarray:
-    """Return numbers as signed bytes, to 9 % and from 1e-7 to 200, for colours: the sign, and four steps per octave.
-    0 is 0, and what is not known -128."""
+    """Return numbers as signed bytes for colors, to 9 % and from 1e-7 to 200: the sign, and four
+    steps per octave. 0 is 0, unknown -128."""
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.rint(_PER_OCTAVE * np.log2(np.abs(values)) + 96)
         coded_values = np.where(values == 0, 0, np.sign(values) * np.clip(steps, 1, 127))

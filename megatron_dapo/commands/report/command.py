@@ -35,8 +35,10 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def write_report(runs: list[Path], output: Path) -> None:
-    """Write the page of these runs. Raises UserError where one is no run, or the page cannot be written."""
-    from megatron_dapo.commands.report.page import whole_page  # templates and charts, which no other command needs
+    """Write the page of these runs. Raises UserError if one is no run, or the page cannot be
+    written."""
+    # templates and charts, for this command only
+    from megatron_dapo.commands.report.page import whole_page
 
     page = whole_page(runs)
     try:

@@ -1,4 +1,4 @@
-"""Which answers a page carries: all where they fit, else those of steps at equal distances."""
+"""Chooses the answers in a page: all if they fit, else those of steps at equal distances."""
 
 import base64
 import zlib
@@ -16,21 +16,24 @@ from megatron_dapo.commands.report.answers import (
     tokens_bytes,
 )
 
-MAX_BYTES = 23_000_000  # of all answers in a page, which stays below 30 MB with the script of the charts
-_HELD_OUT_SHARE = 0.3  # of the bytes, at most, where a run has trained answers too
-_MOST_PACKED = 16  # no file of answers becomes smaller than by this factor, for the choice of those that are read
-_TEXTS_SHARE = 0.6  # of the bytes, where texts and tokens do not both fit
+# of all answers in a page, which stays below 30 MB with the script of the charts
+MAX_BYTES = 23_000_000
+_HELD_OUT_SHARE = 0.3  # the most of the bytes, if a run has trained answers too
+_MOST_PACKED = 16  # no file of answers shrinks more than this, for the choice of files to read
+_TEXTS_SHARE = 0.6  # of the bytes, if texts and tokens do not both fit
 
 
 @dataclass(frozen=True)
 class StepAnswers:
-    """The answers of a step in a page. texts, tokens: as the page carries them, empty where it does not."""
+    """The answers of a step in a page."""
 
     file: StepFile
     num_groups: int
     num_answers: int
     texts: str = ""
+    """Encoded; empty if left out."""
     tokens: str = ""
+    """Encoded; empty if left out."""
 
 
 def packed(content: bytes) -> str:
@@ -39,8 +42,8 @@ def packed(content: bytes) -> str:
 
 
 def read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
-    """Return the answers of a step, none where there are none. Of an evaluation that alone is too large, those to its
-    first prompts."""
+    """Return the answers of a step, or None. Of an evaluation that is too large by itself, those to
+    its first prompts."""
     groups = file.groups()
     if not groups:
         return None
@@ -53,12 +56,13 @@ def read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
 
 
 def answers_of(folders: Sequence[Path], max_bytes: int = MAX_BYTES) -> list[list[StepAnswers]]:
-    """Return, for every run, the answers that its page carries, by step. Runs have equal parts of max_bytes."""
+    """Return, for every run, the answers that its page carries, by step. Runs have equal parts of
+    max_bytes."""
     return [_of_run(answer_files(folder), max_bytes // len(folders)) for folder in folders]
 
 
 def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
-    """Return the answers of a run: held-out ones take a share at most, and trained ones what these leave."""
+    """Return the answers of a run: held-out ones up to a share, and trained ones in the rest."""
     kinds = {kind: [file for file in files if file.kind == kind] for kind in (HELD_OUT, TRAINED)}
     held_out = _carried(kinds[HELD_OUT], int(max_bytes * _HELD_OUT_SHARE) if kinds[TRAINED] else max_bytes)
     trained = _carried(kinds[TRAINED], max_bytes - sum(len(each.texts) for each in held_out))
@@ -66,15 +70,16 @@ def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
 
 
 def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
-    """Return the answers of one kind that fit. Steps too many by the size of their files are never read."""
+    """Return the answers of one kind that fit. Steps too many by the size of their files are never
+    read."""
     places = _thinned([file.num_bytes() // _MOST_PACKED for file in files], max_bytes)
     answers = [read_answers(files[place], max_bytes) for place in places]
     return fitting([each for each in answers if each is not None], max_bytes)
 
 
 def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]:
-    """Return the answers of steps at equal distances, the first and the last among them, with tokens where these fit as
-    well. A single step is carried even if it alone is too large."""
+    """Return the answers of steps at equal distances, with the first and the last, and with tokens
+    if these fit too. A single step is included even if it is too large."""
     texts_share = 1.0 if not any(each.tokens for each in answers) else _TEXTS_SHARE
     total = sum(len(each.texts) + len(each.tokens) for each in answers)
     if total <= max_bytes:
@@ -87,7 +92,7 @@ def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]
 
 
 def _thinned(sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Return places at equal distances, as many as fit: at least the last one."""
+    """Return indices at equal distances, the most that fit: at least the last one."""
     last = len(sizes) - 1
     for number in range(len(sizes), 1, -1):
         places = sorted({round(place * last / (number - 1)) for place in range(number)})

@@ -1,4 +1,5 @@
-"""What happened to a run besides its steps: starts, resumes, servers lost and back, checkpoints, ends of processes."""
+"""The events of a run besides its steps: starts, resumes, servers lost and back, checkpoints, ends
+of processes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ _AWAY = 0.99  # servers with the weights, as a share of all: below it, some were
 
 @dataclass(frozen=True)
 class Event:
-    """time: seconds since 1970. kind: "start", "resume", "servers", "rejoin", "checkpoint", "failure" or "end"."""
+    """time: seconds since 1970. kind: "start", "resume", "servers", "rejoin", "checkpoint",
+    "failure" or "end"."""
 
     time: float
     step: int
@@ -41,7 +43,8 @@ class ProcessEnd:
 
 
 def read_ends(folder: Path) -> list[ProcessEnd]:
-    """Return how processes ended, of all starts of the run, by time; damaged records are left out."""
+    """Return how processes ended, of all starts of the run, by time; damaged records are left
+    out."""
     ends = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -85,7 +88,7 @@ def _servers(steps: Sequence[dict]) -> Iterator[Event]:
 
 
 def _checkpoints(steps: Sequence[dict], run: RunFolder) -> Iterator[Event]:
-    """Yield the checkpoints that are still there."""
+    """Yield the checkpoints that still exist."""
     times = {step["step"]: step["time"] for step in steps}
     for step, time in times.items():
         if run.checkpoint(step).is_dir():

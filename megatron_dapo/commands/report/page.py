@@ -1,4 +1,4 @@
-"""Puts the page together: one file that needs no network."""
+"""Assembles the page: one file that needs no network."""
 
 import json
 import secrets
@@ -20,7 +20,8 @@ _FILES = resources.files("megatron_dapo.commands.report") / "page"
 
 
 def summary(folders: Sequence[Path]) -> dict:
-    """Return what the page knows of the runs without their answers. Raises UserError for a folder that is no run."""
+    """Return the page's data of the runs without their answers. Raises UserError for a folder that
+    is no run."""
     runs = [read_run(folder) for folder in folders]
     metrics = {name for run in runs for columns in (run.steps, run.validations) for name in columns}
     return {
@@ -34,7 +35,8 @@ def summary(folders: Sequence[Path]) -> dict:
 
 
 def whole_page(folders: Sequence[Path]) -> str:
-    """Return the page of these runs, with as many answers as fit. Raises UserError for a folder that is no run."""
+    """Return the page of these runs, with the answers that fit. Raises UserError for a folder that
+    is no run."""
     content = summary(folders)
     answers = answers_of(folders)
     for run, folder, carried in zip(content["runs"], folders, answers, strict=True):
@@ -68,7 +70,8 @@ def pack(content: dict) -> str:
 
 
 def render(names: Sequence[str], *, is_live: bool, chunks: Sequence[tuple[str, str]]) -> str:
-    """Return the page's HTML. is_live: it asks the server that sent it for everything. chunks: (name, base64)."""
+    """Return the page's HTML. is_live: it asks the server that sent it for everything. chunks:
+    (name, base64)."""
     from plotly.offline import get_plotlyjs  # only this command needs it
 
     environment = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""Which metrics are drawn together, under which titles."""
+"""The charts of the page: their metrics and titles."""
 
 import re
 from collections.abc import Iterable
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from megatron_dapo.telemetry.closing_table import PHASE_TITLES
 
-SHARE = "share of the groups"  # a section of names that are made here, of counts
+SHARE = "share of the groups"  # a section of metrics computed here from counts
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart. series: (metric, label); a metric in / / is a pattern, and the part in brackets is its label."""
+    """One chart."""
 
     title: str
     note: str
     series: tuple[tuple[str, str], ...]
+    """(metric, label); a metric in / / is a pattern, and the part in brackets is its label."""
 
 
 CURVES = (
@@ -112,7 +113,7 @@ CURVES = (
 UTILISATION = (
     Panel(
         "Servers and trainer at work",
-        "Shares: of the servers' slots that had a request, of the time in which the trainer did not wait for samples, "
+        "Shares: of the servers' slots that had a request, of the trainer's time without waiting for samples, "
         "of the servers' KV cache.",
         (
             ("rollout/slots_used", "servers' slots"),
@@ -131,7 +132,7 @@ PHASES = (*PHASE_TITLES.items(), ("other", "other"))
 
 
 def derived(record: dict) -> dict[str, float]:
-    """Return the shares that panels show and records hold as counts, or as what is missing to 1."""
+    """Return the shares for panels that records hold as counts, or as their complements."""
     shares: dict[str, float] = {}
     waiting = record.get("perf/trainer_waiting")
     if waiting is not None:
@@ -146,8 +147,8 @@ def derived(record: dict) -> dict[str, float]:
 
 
 def drawn(panels: Iterable[Panel], metrics: Iterable[str]) -> list[dict]:
-    """Return the panels with those of their series that some run has, as the page reads them; empty ones are left out.
-    Metrics that no panel names are not drawn, but can be chosen on the page."""
+    """Return the panels with the series that some run has, in the page's format; empty ones are
+    left out. Metrics without a panel are not drawn, but can be chosen on the page."""
     names = sorted(metrics)
     shown = []
     for panel in panels:

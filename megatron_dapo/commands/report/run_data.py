@@ -1,4 +1,5 @@
-"""Reads a run folder into what the page shows, but for the answers: metrics by name, phases, facts, config, events."""
+"""Reads a run folder for the page, without the answers: metrics by name, phases, facts, config,
+events."""
 
 import json
 import os
@@ -20,31 +21,35 @@ from megatron_dapo.telemetry.console import duration, paid_without_answer
 from megatron_dapo.telemetry.metrics_file import is_step
 
 _DIGITS = 6
-_MAX_METRICS = 256 << 20  # bytes: records take ten times as much here, and the page carries them all
+# bytes: records take ten times as much here, and the page carries them all
+_MAX_METRICS = 256 << 20
 _MAX_FILE = 1 << 20  # bytes of config.yaml and machine.json
 _MAX_NAMES = 2000  # of metrics
 _MAX_PLACES = 20_000_000  # of a table: records times metrics
 Table = dict[str, list[float | None]]
-"""Name -> one value per record, None where it reported none; "step" and "time" (seconds since 1970) have all."""
+"""Name -> one value per record, or None; "step" and "time" (seconds since 1970) are complete."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run folder tells.
-
-    steps, validations: of the records. phases: seconds per step, "other" is what no phase covers. facts: (what, value)
-    for people. state: "done", "saved", "running" or "failed", and a sentence. config: the resolved one, flat.
-    """
+    """The content of a run folder."""
 
     name: str
     folder: Path
     steps: Table
+    """Of the records."""
     validations: Table
+    """Of the records."""
     phases: Table
+    """Seconds per step; "other" is the time outside all phases."""
     facts: tuple[tuple[str, str], ...]
+    """(name, value) for people."""
     state: str
+    """"done", "saved", "running" or "failed"."""
     sentence: str
+    """Explains the state."""
     config: dict[str, Any]
+    """The resolved one, flat."""
     events: tuple[Event, ...]
 
     def for_page(self) -> dict:
@@ -63,7 +68,8 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Return what a run folder tells. Raises UserError where it is none; what is missing or damaged is left out."""
+    """Return the content of a run folder. Raises UserError for any other folder; missing or damaged
+    files are left out."""
     run = RunFolder(folder)
     try:
         records = _with_times([_numbers(record) for record in read_metrics(run.metrics, _MAX_METRICS)])
@@ -88,12 +94,12 @@ def read_run(folder: Path) -> RunData:
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of the run in a folder, also where the folder is named `.`, or by a link."""
+    """Return the run's name from its folder, even if that is named `.`, or by a link."""
     return Path(os.path.realpath(folder)).name
 
 
 def _numbers(record: dict) -> dict:
-    """Return what of a record is a number; the time only where it is one."""
+    """Return a record's numbers, without an invalid time."""
     kept = {name: value for name, value in record.items() if number(value) is not None}
     if time_of(kept.get("time")) is None:
         kept.pop("time", None)
@@ -101,7 +107,7 @@ def _numbers(record: dict) -> dict:
 
 
 def _with_times(records: list[dict]) -> list[dict]:
-    """Give a record without a time that of the one before it; those before the first time get that one."""
+    """Give a record without a time the previous record's; the first ones get the first time."""
     time = next((record["time"] for record in records if "time" in record), 1.0)
     for record in records:
         time = record.setdefault("time", time)
@@ -109,7 +115,8 @@ def _with_times(records: list[dict]) -> list[dict]:
 
 
 def table(records: Sequence[dict]) -> Table:
-    """Return the records by names: the first ones, where there are too many. What is no number counts as none."""
+    """Return the records by name, limited to the first names if there are too many. A value that is
+    no number becomes None."""
     names = [*dict.fromkeys(name for record in records for name in ("step", "time", *record))]
     names = names[: min(_MAX_NAMES, max(2, _MAX_PLACES // max(1, len(records))))]
     return {name: [_rounded(record.get(name), name) for record in records] for name in names}
@@ -121,7 +128,7 @@ def _rounded(value: Any, name: str) -> float | None:
 
 
 def _phases(steps: Sequence[dict]) -> Table:
-    """Return the seconds of each phase in every step; those that come to nothing are left out."""
+    """Return the seconds of each phase in every step, without empty phases."""
     rows = []
     for step in steps:
         row = {name.removeprefix("time/"): value for name, value in step.items() if name.startswith("time/")}
@@ -177,7 +184,8 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
 
 
 def _truncated_correct(steps: Sequence[dict]) -> float | None:
-    """Return the share of all truncated responses of the run that is judged right, None where there are none."""
+    """Return the share of all truncated responses of the run that is judged right; None without
+    truncated ones."""
     names = ("reward/truncated_correct", "dapo/num_truncated_samples")
     pairs = [tuple(number(step.get(name)) for name in names) for step in steps]
     counted = [(share, count) for share, count in pairs if share is not None and count]
@@ -185,7 +193,7 @@ def _truncated_correct(steps: Sequence[dict]) -> float | None:
 
 
 def _read(path: Path, parse) -> dict:
-    """Return the content of a file, {} where there is none or it is damaged."""
+    """Return the content of a file; {} if it is missing or damaged."""
     try:
         content = parse(read_bytes(path, _MAX_FILE).decode("utf-8"))
     except (OSError, ValueError):
@@ -206,7 +214,8 @@ def flat(section: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def config_rows(runs: Sequence[RunData]) -> list[dict]:
-    """Return the keys that some run has set to another value than the default, those in which runs differ first."""
+    """Return the keys that some run has set to another value than the default, differing ones
+    first."""
     default = flat(Config().model_dump(mode="json"))
     keys = sorted({key for run in runs for key, value in run.config.items() if value != default.get(key)})
     rows: list[dict[str, Any]] = [

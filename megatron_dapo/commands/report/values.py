@@ -13,6 +13,6 @@ def number(value: Any) -> float | None:
 
 
 def time_of(value: Any) -> float | None:
-    """Return seconds since 1970; None for what is no time."""
+    """Return seconds since 1970; None for an invalid time."""
     seconds = number(value)
     return seconds if seconds is not None and 0 < seconds < _MAX_TIME else None

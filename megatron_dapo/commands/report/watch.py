@@ -21,12 +21,13 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 HOST = "127.0.0.1"
 _KEY_BYTES = 32
-_OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)  # a forwarded port is another one
+# a forwarded port is another one
+_OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
 _CHUNK = re.compile(r"/(?P<part>texts|tokens)/(?P<run>\d{1,4})/(?P<kind>trained|held-out)/(?P<step>\d{1,9})")
 
 
 class Watched:
-    """The runs that are followed: what the server answers of them."""
+    """The followed runs, as the server presents them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [*folders]
@@ -34,7 +35,7 @@ class Watched:
         self._last: tuple[str, str] | None = None
 
     def tag(self) -> str:
-        """Return what changes with the files that the summary is made of."""
+        """Return a tag that changes with the files of the summary."""
         state = []
         for folder in self.folders:
             run = RunFolder(folder)
@@ -43,7 +44,8 @@ class Watched:
         return hashlib.sha256(repr(state).encode()).hexdigest()[:32]
 
     def summary(self, tag: str) -> str:
-        """Return the summary at this tag, packed. Raises UserError where a folder is a run no more."""
+        """Return the summary at this tag, packed. Raises UserError if a folder is no run any
+        more."""
         last = self._last
         if last is None or last[0] != tag:
             content = summary(self.folders)
@@ -55,7 +57,8 @@ class Watched:
         return last[1]
 
     def answers(self, part: str, number: int, kind: str, step: int) -> str | None:
-        """Return the texts or tokens of a step, packed; "" where it has none yet, None where there is no such step."""
+        """Return the texts or tokens of a step, packed; "" if it has none yet, None without such a
+        step."""
         if number >= len(self.folders):
             return None
         files = [file for file in answer_files(self.folders[number]) if (file.kind, file.step) == (kind, step)]
@@ -69,7 +72,8 @@ def _part(file: StepFile, part: str) -> str:
 
 
 def _version(file: StepFile) -> str:
-    """Return what changes with the files of a step: tokens come after the texts, and a resumed run writes again."""
+    """Return a version that changes with a step's files: tokens come after the texts, and a resumed
+    run writes again."""
     return " ".join(f"{changed}" for changed in (_changed(file.path), file.tokens and _changed(file.tokens)) if changed)
 
 
@@ -82,8 +86,8 @@ def _changed(path: Path) -> tuple[int, int] | None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET with the server's key: other users of this machine reach the port too. A page of another origin
-    cannot read what is here: its browser names another host."""
+    """Answers GET requests with the server's key, since other users of this machine reach the port
+    too. A page of another origin cannot read anything: its browser names another host."""
 
     protocol_version = "HTTP/1.1"
     server: "_Server"
@@ -104,7 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
                 packed = self.server.watched.answers(
                     match["part"], int(match["run"]), match["kind"], int(match["step"])
                 )
-                status = 404 if packed is None else 200 if packed else 204  # browsers call a 404 an error
+                # browsers call a 404 an error
+                status = 404 if packed is None else 200 if packed else 204
                 return self._send(status, "text/plain", packed or "")
         except UserError as error:
             return self._send(500, "text/plain", error.report())
@@ -130,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of requests: their addresses hold the key."""
+        """Log no requests: their addresses hold the key."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -147,17 +152,18 @@ class _Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/?key={self._key}"
 
     def is_key(self, text: str) -> bool:
-        """Return whether a request has the key. How long it takes tells nothing of the key."""
+        """Return whether a request has the key, in constant time."""
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._key.encode("ascii"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that is gone: its tab was closed."""
+        """Ignore a browser that is gone: its tab was closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def make_server(folders: Sequence[Path], port: int) -> _Server:
-    """Return the server, which listens already. Raises UserError where a folder is no run, or the port is taken."""
+    """Return the server, which already listens. Raises UserError if a folder is no run, or the port
+    is taken."""
     watched = Watched(folders)
     watched.summary(watched.tag())
     try:

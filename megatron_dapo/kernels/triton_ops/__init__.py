@@ -1,1 +1,1 @@
-"""The kernels in Triton, one module per operation, imported by its dispatcher only where a GPU is there to run it."""
+"""The kernels in Triton, one module per operation, imported by its dispatcher only on a GPU."""

@@ -1,13 +1,15 @@
-"""The actor's loss of N tokens, its gradient and every metric: one launch over the tokens, one over the blocks' sums.
+"""The actor's loss of N tokens, its gradient and every metric: one launch over the tokens, one over
+the blocks' sums.
 
-What is computed is `algorithms.dapo_loss`. Arithmetic is float32; a block's sums are float32 trees over 256 tokens,
-and the sums over blocks are float64 in a fixed order, so that two runs give equal bits. A token that does not count is
-never read past its weight: its other fields are taken as 0, and NaN in padding goes nowhere. NaN in a token that counts
-shows in the loss, in the sums and in the maxima it belongs to.
+The algorithm is `algorithms.dapo_loss`. Arithmetic is float32; a block's sums are float32 trees
+over 256 tokens. The sums over blocks are float64 in a fixed order, so that two runs give equal
+bits. Of an uncounted token only the weight is read; its other fields are taken as 0, so NaN in
+padding goes nowhere. NaN in a counted token shows in the loss, and in its sums and maxima.
 
-exp(x) - 1 - x, of which k3 is made, is a difference of nearly equal numbers: for |x| < 1/2 its Taylor series is summed,
-which keeps the digits of float32 down to the smallest x. Numbers of the config are arguments, not constants of the
-compilation; only what the loss is made of (see the constexpr arguments, and which tensors are None) compiles anew.
+exp(x) - 1 - x in k3 is a difference of nearly equal numbers. For |x| < 1/2 its Taylor series is
+summed, which keeps the digits of float32 down to the smallest x. Numbers of the config are
+arguments, not constants of the compilation. Only the terms of the loss (the constexpr arguments,
+and the tensors that are None) compile anew.
 """
 
 import torch
@@ -36,11 +38,13 @@ def token_loss(
     config: LossConfig,
     kl_N: Tensor | None = None,
 ) -> TokenLoss:
-    """Compute `kernels.token_loss.token_loss` for any float dtype up to float32; the gradients are float32."""
+    """Compute `kernels.token_loss.token_loss` for any float dtype up to float32; the gradients are
+    float32."""
     num_tokens, device = log_probs_N.numel(), log_probs_N.device
     sum_names, max_names = metric_names(config)
     num_sums, num_columns = 2 * len(sum_names), 2 * len(sum_names) + len(max_names)
-    num_blocks = max(triton.cdiv(num_tokens, BLOCK), 1)  # at N = 0 the count is still to be reported
+    # at N = 0 the count is still to be reported
+    num_blocks = max(triton.cdiv(num_tokens, BLOCK), 1)
 
     empty = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=device)  # noqa: E731
     grad_log_probs, loss = empty(num_tokens), empty()
@@ -106,7 +110,8 @@ def token_loss(
 
 
 def _importance(config: LossConfig) -> str:
-    """Return what becomes of a ratio to the server that is out of bounds; "none" where tokens have no such weight."""
+    """Return the treatment of an out-of-bounds ratio to the server; "none" without importance
+    weights."""
     if config.rollout_is_threshold is None:
         return "none"
     return "truncate" if config.rollout_is_threshold_lower is None else "mask"
@@ -121,7 +126,7 @@ def _flat(values: Tensor | None, is_read: bool = True) -> Tensor | None:
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=POINTERS)
 def token_loss_kernel(
-    log_probs,  # [N], as all up to `entropy`; None where the loss does not read it
+    log_probs,  # [N], like all up to `entropy`; None if the loss does not read it
     weights,
     advantages,
     old_log_probs,
@@ -191,7 +196,7 @@ def token_loss_kernel(
             off_loss, off_slope = _shaped(ratio, adv, beta)
         loss = tl.where(replayed, off_loss, loss)
         slope = tl.where(replayed, off_slope, slope)
-    if CISPO:  # of which no token loses its gradient
+    if CISPO:  # no token loses its gradient
         slope = tl.where((log_ratio == lp - old) | (replayed == 0), slope, 0.0)
     else:
         slope = tl.where(log_ratio == lp - old, slope, 0.0)
@@ -231,7 +236,8 @@ def token_loss_kernel(
     if grad_kl is not None:
         tl.store(grad_kl + token, kl_coef * w, mask=is_inside)
 
-    # the metrics of `dapo_loss`, by name; what one needs alone is computed just before it, or registers spill
+    # the metrics of `dapo_loss`, by name; each one's inputs are computed just before it, or
+    # registers spill
     on_policy = counted & (replayed == 0)
     num_counted = _number(counted)
     num_on_policy = _number(on_policy)
@@ -347,7 +353,8 @@ def _bounded(x, low, high):
 
 @triton.jit
 def _clipped(ratio, adv, low, high, dual):
-    """The clipped loss, its derivative by the log of the ratio, and where the dual clip acts."""
+    """Return the clipped loss, its derivative by the log of the ratio, and the tokens of the dual
+    clip."""
     free = -adv * ratio
     bounded = -adv * _bounded(ratio, low, high)
     is_free = free >= bounded
@@ -397,7 +404,7 @@ def _number(is_true):
 
 @triton.constexpr_function
 def _position(names, name):
-    """The place of a name among the names; with a name that is not there the compilation fails."""
+    """Return the position of a name among the names; an unknown name fails the compilation."""
     declared = list(names)  # Triton's tuple has no index()
     if name not in declared:
         raise ValueError(f"the loss kernel stores {name}, which dapo_loss does not declare with this config")
@@ -414,6 +421,6 @@ def _put(row, NAMES: tl.constexpr, NAME: tl.constexpr, total, number):
 
 @triton.jit
 def _put_largest(row, NAMES: tl.constexpr, NAME: tl.constexpr, values, total):
-    """Stores the largest value; NaN where the total is NaN, which a maximum does not pass on."""
+    """Store the largest value; NaN if the total is NaN, since a maximum does not pass NaN on."""
     largest = tl.where(total != total, total, tl.max(values, 0))
     tl.store(row + _position(NAMES, NAME), largest.to(tl.float64))

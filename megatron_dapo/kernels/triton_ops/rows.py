@@ -1,9 +1,9 @@
-"""Statistics of rows of logits, the KL to another model's rows, and the gradient from them: each reads a matrix or two
-once, the last two write one. One program per row.
+"""Statistics of rows of logits, the KL to another model's rows, and their gradient. Each kernel
+reads one matrix or two once; the last two write one. One program per row.
 
-The formulas are those of `kernels.statistics`. Logits may be of any float dtype up to float32 and hold -inf; arithmetic
-is float32. Row offsets are 64-bit: 32768 tokens of a whole vocabulary are 5e9 logits. A row's result depends on nothing
-but that row and the block size.
+The formulas are those of `kernels.statistics`. Logits may be of any float dtype up to float32 and
+hold -inf; arithmetic is float32. Row offsets are 64-bit: 32768 tokens of a whole vocabulary are 5e9
+logits. A row's result depends only on that row and the block size.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,8 @@ from megatron_dapo.kernels.tuning import RowTiles
 LOG2E = tl.constexpr(1.4426950408889634)
 # a fused x * scale - max would round x otherwise than max was rounded
 NO_FUSION = {"enable_fp_fusion": False}
-# one number per row: a slice that starts off a 16-byte boundary must not compile anew in the middle of a run
+# one number per row: a slice that starts off a 16-byte boundary must not compile anew in the middle
+# of a run
 PER_ROW = (
     "inv_temperature local_targets stats top log_s entropy grad_log_prob grad_entropy "
     "kl grad_kl ref_top ref_log_s share"
@@ -28,11 +29,14 @@ PER_ROW = (
 
 
 class KLTerms(NamedTuple):
-    """Of the KL to a reference: what `row_divergence` wrote, [N, V] float32; the KL and dL/dKL, [N]."""
+    """The KL to a reference."""
 
     differences: Tensor
+    """The output of `row_divergence`, [N, V] float32."""
     kl: Tensor
+    """[N]."""
     grad: Tensor
+    """dL/dKL, [N]."""
 
 
 def row_statistics(
@@ -43,10 +47,11 @@ def row_statistics(
     want_entropy: bool,
     tiles: RowTiles | None = None,
 ) -> Tensor:
-    """Return m, s, u, x_t of each row of logits * inv_temperature, [N, 4] float32; u is 0 unless entropy is wanted.
+    """Return m, s, u, x_t of each row of logits * inv_temperature, [N, 4] float32; u is 0 unless
+    entropy is wanted.
 
-    logits_NV: any row stride, unit column stride. inv_temperature_N: float32. local_targets_N: int64; a target outside
-    [0, V) belongs to another rank, and its x_t is -inf.
+    logits_NV: any row stride, unit column stride. inv_temperature_N: float32. local_targets_N:
+    int64; a target outside [0, V) belongs to another rank, and its x_t is -inf.
     """
     num_rows, num_columns = logits_NV.shape
     stats_N4 = logits_NV.new_empty((num_rows, 4), dtype=torch.float32)
@@ -79,7 +84,8 @@ def row_divergence(
     """Return sum_j p_j (log p_j - log q_j) over these columns, [N] float32.
 
     The differences log p_j - log q_j overwrite reference_NV.
-    reference_NV: logits of another model at the same temperature, laid out like logits_NV: float32, unit column stride.
+    reference_NV: logits of another model at the same temperature, laid out like logits_NV: float32,
+    unit column stride.
     """
     num_rows, num_columns = logits_NV.shape
     share_N = logits_NV.new_zeros(num_rows, dtype=torch.float32)
@@ -116,9 +122,11 @@ def row_gradient(
     kl: KLTerms | None = None,
     tiles: RowTiles | None = None,
 ) -> None:
-    """Write dL/dlogits into `out_NV`: `logits_NV` itself, or memory of its own in any float dtype up to float32.
+    """Write dL/dlogits into `out_NV`: `logits_NV` itself, or other memory in any float dtype up to
+    float32.
 
-    Rows whose incoming gradients are all 0 get 0, whatever their logits are, so that NaN in padding does not spread.
+    Rows whose incoming gradients are all 0 get 0 for any logits, so that NaN in padding does not
+    spread.
     """
     num_rows, num_columns = logits_NV.shape
     if not num_rows or not num_columns:
@@ -177,7 +185,8 @@ def row_statistics_kernel(
     s = 0.0
     u = 0.0
     block = tl.arange(0, BLOCK_V)
-    num_whole = num_columns // BLOCK_V * BLOCK_V  # a mask at an odd column would make every load narrow
+    # a mask at an odd column would make every load narrow
+    num_whole = num_columns // BLOCK_V * BLOCK_V
     for start in range(0, num_whole, BLOCK_V):
         x = tl.load(logits + start + block).to(tl.float32) * scale
         m, s, u = _joined(m, s, u, x, WANT_ENTROPY)
@@ -196,9 +205,9 @@ def row_statistics_kernel(
 
 @triton.jit
 def _joined(m, s, u, x, WANT_ENTROPY: tl.constexpr):
-    """The statistics of what they were of and of the block x."""
+    """Return the merged statistics of the previous blocks and the block x."""
     m_new = tl.maximum(m, tl.max(x, 0))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing but -inf so far: every e below is 0
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # only -inf so far: every e below is 0
     d = x - shift
     e = tl.exp2(d * LOG2E)
     fade = tl.exp2((m - shift) * LOG2E)
@@ -325,7 +334,7 @@ def _slope(x, is_target, top, log_s, entropy, g_lp, g_h, WITH_ENTROPY: tl.conste
     p = tl.exp2(log_p * LOG2E)
     d = g_lp * (tl.where(is_target, 1.0, 0.0) - p)
     if WITH_ENTROPY:
-        d -= g_h * p * (tl.where(p > 0, log_p, 0.0) + entropy)  # p log p -> 0 where p underflows
+        d -= g_h * p * (tl.where(p > 0, log_p, 0.0) + entropy)  # p log p -> 0 if p underflows
     return d
 
 

@@ -1,1 +1,2 @@
-"""Code as an answer: the tests of a problem, what is compared, and the sandbox in which the program runs."""
+"""Code as an answer: the tests of a problem, the comparison of outputs, and the program's
+sandbox."""

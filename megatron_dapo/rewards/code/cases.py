@@ -1,4 +1,4 @@
-"""The tests of a problem, from its ground truth: what the program is given, and what its output is compared with."""
+"""The tests of a problem, from its ground truth: the program's inputs, and the expected outputs."""
 
 import ast
 import json
@@ -29,14 +29,15 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One test. request: what inside.py gets; passes: the verdict on what the program puts out."""
+    """One test. request: for inside.py; passes: judges the program's output."""
 
     request: dict[str, Any]
     passes: Callable[[str], bool]
 
 
 def program(response: str) -> str:
-    """Return the last block of Python of a response, else its last block of code, else all of it."""
+    """Return the last block of Python of a response, else its last block of code, else all of
+    it."""
     response = response.rpartition(_THOUGHT_END)[2]
     blocks = [(kind.strip().lower(), code) for kind, code in _FENCED.findall(response)]
     python = [code for kind, code in blocks if kind in _PYTHON]
@@ -44,10 +45,11 @@ def program(response: str) -> str:
 
 
 def read_cases(ground_truth: str) -> list[Case]:
-    """Return the tests of a ground truth in the schema of verl and PRIME. Raises ValueError where it is none.
+    """Return the tests of a ground truth in the schema of verl and PRIME. Raises ValueError for any
+    other.
 
-    JSON: `inputs` and `outputs` (stdin and stdout), with `fn_name` the arguments (a line of JSON each) and what the
-    function returns, or `assert_case`: assert statements.
+    JSON: `inputs` and `outputs` (stdin and stdout; with `fn_name` the arguments, a line of JSON
+    each, and the function's result), or `assert_case`: assert statements.
     """
     try:
         return _cases(json.loads(ground_truth))
@@ -70,7 +72,7 @@ def _cases(tests: Any) -> list[Case]:
     inputs = tests.get("inputs")
     outputs = tests.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
-        raise ValueError("it needs inputs and as many outputs, at least one")
+        raise ValueError("it needs inputs and the same number of outputs, at least one")
     name = tests.get("fn_name")
     make = partial(_call_case, name) if name else _stdin_case
     return [make(given_input, expected) for given_input, expected in zip(inputs, outputs, strict=True)]
@@ -91,8 +93,8 @@ def _call_case(name: str, given_input: Any, expected: Any) -> Case:
 
 
 def same_output(expected: str, output: str) -> bool:
-    """Return whether an output is the expected one but for white space at the ends of lines, and rounding of decimals
-    (1e-5 relative)."""
+    """Return whether an output is the expected one but for white space at the ends of lines, and
+    rounding of decimals (1e-5 relative)."""
     lines = [line.split() for line in output.strip().splitlines()]
     wanted = [line.split() for line in expected.strip().splitlines()]
     return len(lines) == len(wanted) and all(
@@ -111,7 +113,8 @@ def _same_word(expected: str, word: str) -> bool:
 
 
 def _returned(expected: Any, output: str) -> bool:
-    """Return whether the function returned what is expected, or, as in APPS, the only item of the expected list."""
+    """Return whether the function returned the expected value, or, as in APPS, the only item of the
+    expected list."""
     try:
         (value,) = _values(output)
     except (ValueError, RecursionError):
@@ -121,7 +124,8 @@ def _returned(expected: Any, output: str) -> bool:
 
 
 def same_value(expected: Any, value: Any) -> bool:
-    """Return whether a value is what JSON says: a tuple is a list, keys are strings, and decimals are rounded."""
+    """Return whether a value equals its JSON: a tuple is a list, keys are strings, and decimals are
+    rounded."""
     if isinstance(expected, list):
         is_list = isinstance(value, list | tuple) and len(value) == len(expected)
         return is_list and all(map(same_value, expected, value))
@@ -136,7 +140,7 @@ def same_value(expected: Any, value: Any) -> bool:
 
 
 def _values(output: str) -> list[Any]:
-    """Return what inside.py encoded. Raises ValueError, since a program can write there too."""
+    """Return inside.py's values. Raises ValueError, since a program can write there too."""
     values = json.loads(output)
     if not isinstance(values, list):
         raise ValueError("no list of values")
@@ -158,7 +162,7 @@ def _decoded(value: Any) -> Any:
         raise ValueError("no value") from error
 
 
-# ------------------------------------------------------------------------------------------------------------ asserts
+# ------------------------------------------------------------------------------------------ asserts
 
 
 def _assert_cases(text: str) -> list[Case]:
@@ -166,20 +170,24 @@ def _assert_cases(text: str) -> list[Case]:
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assert):
             cases.append(_assert_case(statement.test))
-        elif not isinstance(statement, ast.Import | ast.ImportFrom):  # the sandbox has the usual modules
+        elif not isinstance(statement, ast.Import | ast.ImportFrom):
+            # the sandbox has the usual modules
             raise ValueError(f"assert_case has more than asserts: {ast.unparse(statement)[:100]}")
     return cases
 
 
 def _assert_case(test: ast.expr) -> Case:
-    """Return the test of an assert: the program makes the calls, everything else is computed here."""
+    """Return the test of an assert: the program makes the calls, everything else is computed
+    here."""
     calls = _Calls()
     rest = calls.visit(test)
     if not calls.expressions:
         raise ValueError(f"an assert calls nothing of the program: {ast.unparse(test)[:100]}")
     for node in ast.walk(rest):
         if not isinstance(node, _PARTS) or (isinstance(node, ast.Attribute) and not _is_of_math(node)):
-            raise ValueError(f"an assert may compare what calls return; this one does more: {ast.unparse(test)[:100]}")
+            raise ValueError(
+                f"an assert may only compare results of calls; this one does more: {ast.unparse(test)[:100]}"
+            )
     code = compile(ast.fix_missing_locations(ast.Expression(rest)), "assert", "eval")
     return Case({"expressions": calls.expressions}, partial(_holds, code, len(calls.expressions)))
 
@@ -191,7 +199,7 @@ def _holds(code: Any, count: int, output: str) -> bool:
             return False
         names = {f"_{index}": value for index, value in enumerate(values)}
         return bool(eval(code, {"__builtins__": {}, "math": math, **_PURE, **names}))
-    except Exception:  # comparing what cannot be compared: in an assert that is a failure too
+    except Exception:  # values that cannot be compared: in an assert that is a failure too
         return False
 
 
@@ -200,7 +208,8 @@ def _is_of_math(node: ast.expr) -> bool:
 
 
 class _Calls(ast.NodeTransformer):
-    """Takes the outermost calls of the program's own functions out, and leaves names in their places."""
+    """Takes the outermost calls of the program's own functions out, and leaves names in their
+    places."""
 
     def __init__(self) -> None:
         self.expressions: list[str] = []

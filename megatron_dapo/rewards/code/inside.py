@@ -1,9 +1,12 @@
-"""The inside of a sandbox: runs one program on one test after the other, each in a fresh fork of this interpreter.
+"""The inside of a sandbox: runs one program on one test after the other, each in a fresh fork of
+this interpreter.
 
-`sandbox.py` passes this file's text to `python -c`: it imports the standard library alone. It gets inputs and sends
-outputs; whether an output is right is decided outside, so a program that takes this process over gains nothing.
+`sandbox.py` passes this file's text to `python -c`: it imports only the standard library. It gets
+inputs and sends outputs, which are judged outside, so a program that takes this process over gains
+nothing.
 
-Requests are lines of JSON, first the settings. An answer is a status (a byte), a length and the output.
+Requests are lines of JSON, first the settings. An answer is a status (a byte), a length and the
+output.
 """
 
 import _sitebuiltins
@@ -40,7 +43,8 @@ DONE, FAILED, TIMED_OUT = b"d", b"f", b"t"
 ANSWER = struct.Struct(">cI")
 MAX_OUTPUT_BYTES = 16 << 20
 
-# what solutions written for APPS, TACO and the like use without importing it, star imports and modules, as in verl
+# used without import by solutions written for APPS, TACO and the like: star imports and modules, as
+# in verl
 _STAR_MODULES = (
     *(string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools),
     *(operator, io, sys, json, typing, builtins),
@@ -50,7 +54,8 @@ _LOOK_S = 0.001
 
 
 def serve() -> None:
-    """Answer requests until there are no more. In the forks it returns: an interpreter's regular end joins threads."""
+    """Answer requests until there are no more. In the forks it returns: an interpreter's regular
+    end joins threads."""
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
@@ -99,7 +104,7 @@ def _file(content: bytes) -> int:
 
 
 def _wait(child: int, time_limit_s: float) -> bytes:
-    """Return how the program ended, which is killed at its limit."""
+    """Return how the program ended; kill it at its limit."""
     ended = os.pidfd_open(child)
     watch = select.poll()
     watch.register(ended, select.POLLIN)
@@ -114,12 +119,13 @@ def _wait(child: int, time_limit_s: float) -> bytes:
 
 
 def _end_all(child: int, alone: bool) -> None:
-    """Kill what the program left: all but this process and the first one; without a sandbox its process group."""
+    """Kill the program's leftovers: all processes but this one and the first; without a sandbox its
+    process group."""
     if not alone:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         return
-    assert os.getpid() == 2, "only in a sandbox of its own, where this is the second process"
+    assert os.getpid() == 2, "only in a separate sandbox, where this is the second process"
     with suppress(ProcessLookupError):  # when they are all gone
         while True:
             os.kill(-1, signal.SIGKILL)
@@ -127,7 +133,7 @@ def _end_all(child: int, alone: bool) -> None:
 
 
 def _run(code: str, test: dict[str, Any], standard_input: int, output: int) -> None:
-    """Run the program on a test; what it raises ends this process with another exit code than 0."""
+    """Run the program on a test; an exception ends this process with a nonzero exit code."""
     seconds = math.ceil(test["time_limit_s"]) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     reads_stdin = "stdin" in test
@@ -149,7 +155,7 @@ def _run(code: str, test: dict[str, Any], standard_input: int, output: int) -> N
 
 
 def _namespace(name: str) -> dict[str, Any]:
-    """Return what the program finds defined."""
+    """Return the program's predefined names."""
     module = sys.modules[name] = types.ModuleType(name)
     builtins.exit = _sitebuiltins.Quitter("exit", "")
     builtins.quit = _sitebuiltins.Quitter("quit", "")
@@ -163,7 +169,7 @@ def _namespace(name: str) -> dict[str, Any]:
 
 
 def _values(test: dict[str, Any], namespace: dict[str, Any]) -> list[Any]:
-    """Return what a function of the program returns, or what expressions are worth."""
+    """Return the results of a function of the program, or of expressions."""
     if "expressions" in test:
         return [eval(compile(text, "test.py", "eval"), namespace) for text in test["expressions"]]
     name = test["call"]
@@ -173,7 +179,8 @@ def _values(test: dict[str, Any], namespace: dict[str, Any]) -> list[Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a value as JSON can hold it, with the kind of each container. Raises TypeError for other objects."""
+    """Return a value as JSON can hold it, with the kind of each container. Raises TypeError for
+    other objects."""
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int):

@@ -1,4 +1,5 @@
-"""The reward function `code_tests`: runs a response's program on the tests of the ground truth, in a sandbox."""
+"""The reward function `code_tests`: runs a response's program on the tests of the ground truth, in
+a sandbox."""
 
 import time
 
@@ -16,13 +17,17 @@ def code_tests(
     time_limit_s: float = 2.0,
     memory_limit_mb: int = 512,
 ) -> dict[str, float | bool]:
-    """Return 1 where the program passes all tests, 0 elsewhere.
+    """Return 1 if the program passes all tests, else 0.
 
-    partial_credit: the share of the tests that it passes instead, as verl's `continuous`. time_limit_s: of one test;
-    all together have four fifths of reward.timeout_s, and what is not done then has failed. memory_limit_mb: of each of
-    the program's processes.
+    Args:
+        partial_credit: return the share of passed tests instead, like verl's `continuous`.
+        time_limit_s: of one test; all together have four fifths of reward.timeout_s, and unfinished
+            ones fail.
+        memory_limit_mb: of each of the program's processes.
 
-    Raises ValueError for a ground truth that holds no tests, UserError where no sandbox can be made.
+    Raises:
+        ValueError: for a ground truth without tests.
+        UserError: if no sandbox can be made.
     """
     cases = read_cases(ground_truth)
     deadline = time.monotonic() + SETTINGS.time_limit_s

@@ -1,7 +1,9 @@
-"""Sandboxes for programs that a model wrote, made by bubblewrap: no network, no home, no other process, few resources.
+"""Sandboxes for programs that a model wrote, made by bubblewrap: no network, no home, no other
+process, few resources.
 
-A sandbox has the interpreter and /usr, read-only, and a small /tmp; no /proc, no environment. One serves one response:
-inside.py runs there and answers test by test. What it answers is data, whoever wrote it.
+A sandbox has the interpreter and /usr, read-only, and a small /tmp; no /proc, no environment. One
+serves one response: inside.py runs there and answers test by test. Its answers are data, possibly
+written by the program.
 """
 
 import inspect
@@ -29,7 +31,8 @@ _TMP_BYTES = 64 << 20
 _NUM_PROCESSES = 8  # with the sandbox's own two; threads count
 _LIMITS = {"RLIMIT_NPROC": _NUM_PROCESSES, "RLIMIT_NOFILE": 32, "RLIMIT_FSIZE": 32 << 20, "RLIMIT_CORE": 0}
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-_FIRST_USER = 1_000_000_000  # plus the worker's process id: limits count per user, and nothing belongs to these
+# plus the worker's process id: limits count per user, and these users own nothing
+_FIRST_USER = 1_000_000_000
 _DEVICES = ("null", "zero", "random", "urandom")
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
 _CHUNK_BYTES = 1 << 16
@@ -60,11 +63,12 @@ class SandboxLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Way:
-    """A way to make a sandbox. is_root: the root of this machine makes the mounts, no user namespace does."""
+    """A way to make a sandbox."""
 
     name: str
     is_sandbox: bool = True
     is_root: bool = False
+    """Whether this machine's root makes the mounts, without a user namespace."""
 
 
 USER_NAMESPACE = Way("a user namespace")
@@ -74,13 +78,16 @@ UNSANDBOXED = Way("none", is_sandbox=False)
 
 @dataclass
 class SandboxSettings:
-    """Those of this process. way: None = not chosen yet; time_limit_s: for all tests of a response."""
+    """The settings of this process."""
 
     way: Way | None = None
+    """None: not chosen yet."""
     time_limit_s: float = 4.0
+    """For all tests of a response."""
 
     def choose(self, allow_unsandboxed: bool = False) -> Way:
-        """Return the way, found when first asked for. Raises UserError where there is none but the unsandboxed one."""
+        """Return the way, chosen at the first call. Raises UserError if there is only the
+        unsandboxed one."""
         if self.way is None:
             try:
                 self.way = find_way()
@@ -95,7 +102,7 @@ SETTINGS = SandboxSettings()
 
 
 def find_way() -> Way:
-    """Return a way that works here. Raises UserError that says what is missing."""
+    """Return a way that works here. Raises UserError naming the missing part."""
     if shutil.which("bwrap") is None:
         raise UserError(f"reward.function: code_tests needs a sandbox, and bwrap is not installed; {_cure()}.")
     reasons = []
@@ -114,7 +121,7 @@ def _cure() -> str:
 
 @cache
 def way_fault(way: Way) -> str | None:
-    """Return why sandboxes of this kind cannot be made here, or do not hold; None where they do."""
+    """Return why sandboxes of this kind cannot be made here or do not hold, or None."""
     try:
         with Sandbox(way, _PROBE, _PROBE_MB, time.monotonic() + _PROBE_S) as sandbox:
             output = sandbox.run({"stdin": "", "time_limit_s": _PROBE_S / 2})
@@ -125,15 +132,14 @@ def way_fault(way: Way) -> str | None:
 
 @dataclass
 class Sandbox:
-    """A sandbox for one program, as a context. deadline: of all that happens in it, in the monotonic clock's seconds.
-
-    The constructor's `with` raises SandboxLost where it does not start, TimeoutError past the deadline.
-    """
+    """A sandbox for one program, as a context. Entering it raises SandboxLost if it does not start,
+    TimeoutError past the deadline."""
 
     way: Way
     code: str
     memory_limit_mb: int
     deadline: float
+    """Of all its work, in the monotonic clock's seconds."""
     _process: subprocess.Popen = field(init=False)
 
     def __enter__(self) -> "Sandbox":
@@ -165,8 +171,8 @@ class Sandbox:
                 pipe.close()
 
     def run(self, test: dict[str, Any]) -> str | None:
-        """Return what the program puts out on a test; None where it fails or takes too long. Raises SandboxLost,
-        TimeoutError."""
+        """Return the program's output on a test; None if it fails or takes too long. Raises
+        SandboxLost, TimeoutError."""
         status, output = self._ask(test)
         return output.decode(errors="replace") if status == inside.DONE else None
 
@@ -207,7 +213,7 @@ class Sandbox:
             raise TimeoutError
 
     def _last_words(self) -> str:
-        """Return what bubblewrap said where it could not start; inside.py writes nothing there."""
+        """Return bubblewrap's error message; inside.py writes nothing there."""
         pipe = self._process.stderr
         assert pipe is not None, "it was started with pipes"
         os.set_blocking(pipe.fileno(), False)
@@ -226,7 +232,8 @@ def _start(way: Way) -> subprocess.Popen:
     user = _FIRST_USER + os.getpid()
     options: dict[str, Any] = {}
     if way.is_root:
-        # the mounts are root's, the program is nobody's: without any right, and without a way back to one
+        # the mounts are root's, the program is nobody's: without any right, and without a way back
+        # to one
         python = [
             *("/usr/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"),
             *("--ambient-caps=-all", "--bounding-set=-all", "--", *python),
@@ -257,14 +264,16 @@ def _namespaces(way: Way) -> list[str]:
 
 
 def _mounts() -> list[str]:
-    """Return the options for the file system: the system and the interpreter, read-only, four devices and a /tmp."""
+    """Return the options for the file system: the system and the interpreter, read-only, four
+    devices and a /tmp."""
     words = ["--ro-bind", "/usr", "/usr"]
     for path in (Path("/") / name for name in _SYSTEM_LINKS):
         if path.is_symlink():
             words += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             words += ["--ro-bind", str(path), str(path)]
-    for folder in ("/dev", "/etc"):  # made for a file in it, bubblewrap's folders are closed to others
+    for folder in ("/dev", "/etc"):
+        # made for a file in it, bubblewrap's folders are closed to others
         words += ["--perms", "0755", "--dir", folder]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     prefix = Path(sys.base_prefix).resolve()

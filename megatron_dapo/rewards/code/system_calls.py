@@ -1,14 +1,17 @@
-"""The system calls that a program in the sandbox may not make, as a filter for the kernel (seccomp, classic BPF).
+"""The system calls refused to a program in the sandbox, as a filter for the kernel (seccomp,
+classic BPF).
 
-Namespaces and limits hold without it. It closes what they leave open: memory that no limit of a process counts,
-sockets to the machine's own host, looks into other processes, and parts of the kernel that only attackers visit.
+Namespaces and limits hold without it. It closes their gaps: memory that no limit of a process
+counts, sockets to the machine's own host, looks into other processes, and parts of the kernel that
+only attackers visit.
 """
 
 import errno
 import platform
 import struct
 
-# call -> its number on x86_64 and aarch64 (the kernel's syscall tables; from 424 on they are the same)
+# call -> its number on x86_64 and aarch64 (the kernel's syscall tables; from 424 on they are the
+# same)
 _REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -38,9 +41,11 @@ _REFUSED = {
 }
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
-_NEW_NAMESPACES = 0x7E020080  # CLONE_NEW...: of time, mounts, cgroups, names, IPC, users, processes, network
+# CLONE_NEW...: of time, mounts, cgroups, names, IPC, users, processes, network
+_NEW_NAMESPACES = 0x7E020080
 _X32_CALLS = 0x40000000  # the same calls under other numbers, on x86_64
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of the table, AUDIT_ARCH
+# column of the table, AUDIT_ARCH
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in struct seccomp_data
@@ -48,7 +53,8 @@ _KILL, _ERROR, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 
 
 def system_call_filter(machine: str = platform.machine()) -> bytes:
-    """Return the filter: a refused call fails with EPERM. Raises KeyError for a machine whose numbers are not known."""
+    """Return the filter: a refused call fails with EPERM. Raises KeyError for a machine with
+    unknown numbers."""
     column, architecture = _MACHINES[machine]
     rules = [
         _rule(_LOAD, _ARCHITECTURE),
@@ -59,7 +65,7 @@ def system_call_filter(machine: str = platform.machine()) -> bytes:
         rules += _where(_IF_AT_LEAST, _X32_CALLS, _KILL)
     for numbers in _REFUSED.values():
         rules += _where(_IF_EQUAL, numbers[column], _ERROR | errno.EPERM)
-    # its flags are in memory, which a filter cannot read; libraries then make the older call
+    # its flags are in memory, unreadable for a filter; libraries then make the older call
     rules += _where(_IF_EQUAL, _CLONE3[column], _ERROR | errno.ENOSYS)
     rules += [
         _rule(_IF_EQUAL, _CLONE[column], jump_if=1),

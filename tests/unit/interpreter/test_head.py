@@ -63,7 +63,7 @@ def test_the_training_head_on_triton_is_float64_torch(monkeypatch, name):
         assert (grad.double() - exact_grad).norm() <= TRUNCATION * bound * exact_grad.norm()
 
 
-def test_log_probs_alone_are_those_of_float64():
+def test_log_probs_without_a_loss_equal_float64():
     case = Case(rows=24, hidden=16, dtype=torch.bfloat16)
     inputs, hidden, _, plan, head, _ = case_parts(case)
     log_probs, entropy = head_log_probs(hidden, inputs.targets, plan, head, want_entropy=True)

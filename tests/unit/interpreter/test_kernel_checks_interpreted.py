@@ -18,5 +18,5 @@ CHECKS = (
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_kernels_hold_what_is_asked_of_them(check):
+def test_the_kernels_keep_their_promises(check):
     check(checks.HeadCase.make(torch.device("cpu"), **SMALL), use_triton=True)

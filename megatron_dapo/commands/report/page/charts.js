@@ -1,5 +1,5 @@
 "use strict";
-// Figures: a caption, a chart that is drawn when it comes into sight, its key, and its numbers as a table.
+// Figures: a caption, a chart drawn when it comes into sight, its key, and its numbers as a table.
 
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
 const colourOf = (number) => getComputedStyle(document.documentElement).getPropertyValue(`--c${number % 8}`).trim();

@@ -26,7 +26,7 @@ async function unpacked(base64) {
 /** What a live page asks its server for, with the key of its own address. */
 const ask = (path, options) => fetch(path + location.search, options);
 
-/** Returns the bytes of a chunk, or null where there is none. path: what a live page asks its server for. */
+/** Returns the bytes of a chunk, or null without one. path: of a live page's request. */
 async function chunk(name, path) {
   if (!isLive) {
     const holder = byId(`chunk-${name}`);
@@ -66,7 +66,7 @@ const shownSeconds = (seconds) => {
   return parts.filter(([number]) => number).slice(0, 2).map(([number, unit]) => number + unit).join(" ");
 };
 
-/** A metric of a run: {step, time, values}, without the records that do not have it; null where none has. */
+/** A metric of a run: {step, time, values}, from the records that have it; null without any. */
 function series(run, metric) {
   const table = run.steps[metric] ? run.steps : run.validations;
   if (!table[metric]) return null;

@@ -1,5 +1,5 @@
 "use strict";
-// The page around the viewer: runs, summary, figures, theme; and what a live page asks for again.
+// The page around the viewer: runs, summary, figures, theme; and a live page's repeated requests.
 
 const POLL_MS = 4000;
 let runs = []; // of the summary, each with its number and whether it is shown
@@ -120,7 +120,7 @@ function take(summary) {
   showFigures(summary);
 }
 
-/** Asks the server for what is new. */
+/** Asks the server for changes. */
 async function follow(tag) {
   let next = tag;
   try {

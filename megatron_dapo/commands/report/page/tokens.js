@@ -1,7 +1,7 @@
 "use strict";
 // What is known of the tokens of a step's answers, and how they are coloured by it.
 
-/** The inverse of `coded` in commands/report/answers.py; NaN where nothing is known. */
+/** The inverse of `coded` in commands/report/answers.py; NaN for unknown values. */
 const decoded = (code) => code === -128 ? NaN : code === 0 ? 0 : Math.sign(code) * 2 ** ((Math.abs(code) - 96) / 4);
 
 /** The tokens of one answer. known: of the step; start: of the answer's tokens in its arrays. */
@@ -48,7 +48,7 @@ const COLOURS = {
   versions: { title: "Weight version", low: "older", high: "newest" },
 };
 
-/** The bounds of what is shown, so that colours mean the same in all answers of a step. */
+/** The bounds of the shown values, so that colours mean the same in all answers of a step. */
 function colourScale(name, answers) {
   let low = Infinity, high = -Infinity;
   for (const answer of answers) {

@@ -10,7 +10,7 @@ const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn",
 let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place, key}
 const allFiles = new Map(); // by key, each once: answers that are shown hold theirs
 
-const MIN_LOOP = 40; // characters at the end of a text that say again what stands before them
+const MIN_LOOP = 40; // repeated characters at the end of a text
 
 const isCut = (answer) => answer.finish_reason !== "stop";
 const isSolved = ({ right, total }) => right > total / 2; // as `eval --compare` says it
@@ -79,7 +79,7 @@ function matches(answer) {
   return [answer.text, answer.group.prompt, answer.group.ground_truth, answer.prompt].some((text) => text?.toLowerCase().includes(view.words));
 }
 
-/** Shows what the controls say. Later calls overtake earlier ones that still wait for a chunk. */
+/** Shows the selection of the controls. Later calls overtake earlier ones that wait for a chunk. */
 async function showAnswers(keepLimit = false) {
   const turn = ++view.turn;
   if (!keepLimit) view.limit = FIRST[view.as];
@@ -257,7 +257,7 @@ function showOnly(group, file) {
   showAnswers().then(() => { if (group) byId("list").querySelector(".side")?.focus(); });
 }
 
-/** The one object of a file, and of what was written to it until now. */
+/** The one object of a file and its content so far. */
 function fileOf(entry, place) {
   const key = `${view.run} ${entry.kind} ${entry.step} ${entry.version ?? ""}`;
   if (!allFiles.has(key)) allFiles.set(key, { ...entry, key });
@@ -310,8 +310,8 @@ function showRunOptions() {
   byId("answer-run").parentElement.hidden = runs.length < 2;
 }
 
-/** Takes what is new of the runs. The viewer stays at its step, or goes on with the run where it was at the end and
- * shows all groups. */
+/** Takes the changes of the runs. The viewer stays at its step, or follows the run if it showed all groups of the
+ * last step. */
 async function refreshViewer() {
   showRunOptions();
   const shown = files[view.place], only = view.only, turn = view.turn;
@@ -367,7 +367,7 @@ function onKey(event) {
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
 }
 
-/** Says what is known of the token that is pointed at, or chosen with the arrow keys. */
+/** Describes the token under the pointer, or chosen with the arrow keys. */
 function listenToTokens(list) {
   const tip = byId("tip");
   const hide = () => { tip.hidden = true; list.querySelector(".token.current")?.classList.remove("current"); };

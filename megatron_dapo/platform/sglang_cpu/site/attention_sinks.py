@@ -1,7 +1,8 @@
-"""SGLang plug-in: torch_native attention is given a layer's sinks (gpt-oss), of which SGLang's knows nothing.
+"""SGLang plug-in: passes a layer's attention sinks (gpt-oss) to torch_native, which SGLang's own
+does not know.
 
-A sink is a number per query head that joins the sum of the softmax and has no value. `batched_decode` and
-`batched_extend` compute with it.
+A sink is a number per query head that joins the sum of the softmax and has no value.
+`batched_decode` and `batched_extend` compute with it.
 """
 
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
@@ -14,9 +15,10 @@ KNOWS_SINKS = "triton"
 
 
 def call_with_sinks(original, backend, *args, sinks=None, **kwargs):
-    """Leave the sinks, [Hq], with the backend, where what computes takes them from (`vars(backend).pop("sinks")`).
+    """Leave the sinks, [Hq], with the backend, from which the kernels take them
+    (`vars(backend).pop("sinks")`).
 
-    Raise NotImplementedError where nothing has taken them: an attention without its sinks is another model's.
+    Raises NotImplementedError if nothing took them: without its sinks the attention is wrong.
     """
     if sinks is None:
         return original(backend, *args, **kwargs)
@@ -28,7 +30,8 @@ def call_with_sinks(original, backend, *args, sinks=None, **kwargs):
 
 
 def admit_torch_native(original, server_args):
-    """SGLang demands one of its backends that have sinks for these models. Here it sees one in torch_native's place."""
+    """SGLang demands one of its backends that have sinks for these models. Here it sees one in
+    torch_native's place."""
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
@@ -47,7 +50,7 @@ def admit_torch_native(original, server_args):
 
 
 def register():
-    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
+    """Called by SGLang once, before it forks its processes, which inherit the change."""
     from replacing import run_inside, stop_without
 
     for method in ("forward_extend", "forward_decode"):

@@ -1,4 +1,5 @@
-"""SGLang plug-in: decode attention of the torch_native backend in three products, not request by request in Python."""
+"""SGLang plug-in: decode attention of the torch_native backend in three products, not request by
+request in Python."""
 
 import torch
 
@@ -6,19 +7,23 @@ TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBacken
 
 
 length_multiple = 1
-"""Of the length that a batch is filled up to. `batch_invariant` sets another: the order of sums depends on a length."""
+"""Of the length that a batch is filled up to. `batch_invariant` sets another: the order of sums
+depends on a length."""
 
 
 class _CacheRows:
-    """Where the keys and values of a batch lie in the caches, kept from the first layer for the others of its kind."""
+    """Positions of a batch's keys and values in the caches, computed by the first layer of a kind
+    for the others."""
 
     def __init__(self):
         self._seq_lens = None
         self._found = {}
 
     def __call__(self, req_to_token, req_pool_indices, seq_lens, *kind):
-        """Return (rows of caches [num_slots * Hkv, D], [B * Hkv * L]; what is added to scores, [B * Hkv, 1, L])."""
-        # seq_lens is a new tensor in each step and the same one in all layers of a step; held, no other has its place
+        """Return (rows of caches [num_slots * Hkv, D], [B * Hkv * L]; the mask to add to scores, [B
+        * Hkv, 1, L])."""
+        # seq_lens is a new tensor in each step and the same one in all layers of a step; held, no
+        # other has its place
         if self._seq_lens is not seq_lens:
             self._seq_lens, self._found = seq_lens, {}
         if kind not in self._found:
@@ -27,14 +32,15 @@ class _CacheRows:
 
 
 def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads, window):
-    """Return the same of layers with so many key and value heads that see `window` tokens before a request's last, or
-    all (None). Scores past a request's end become -inf."""
+    """Return the same of layers with so many key and value heads that see `window` tokens before a
+    request's last, or all (None). Scores past a request's end become -inf."""
     first_B = torch.zeros_like(seq_lens) if window is None else (seq_lens - 1 - window).clamp(min=0)
     num_B = seq_lens - first_B
     length = -(-int(num_B.max()) // length_multiple) * length_multiple
     places_BL = first_B[:, None] + torch.arange(length, device=seq_lens.device)
     exists_BL = places_BL < seq_lens[:, None]
-    # Past a request's end stand slots of others, whose values may be no numbers, and 0 * nan is nan: read its first.
+    # Slots past a request's end belong to others, with possibly NaN values, and 0 * nan is nan:
+    # read its first.
     slots_BL = req_to_token[req_pool_indices[:, None], torch.where(exists_BL, places_BL, first_B[:, None])].long()
     heads = torch.arange(num_kv_heads, device=slots_BL.device)
     rows_BHL = slots_BL[:, None, :] * num_kv_heads + heads[:, None]
@@ -62,11 +68,13 @@ def batched_decode(
     is_cross_attn=False,
     sliding_window_size=None,
 ):
-    """One query token per request against its cached keys and values; what it does not cover goes to `original`.
+    """Attend one query token per request to its cached keys and values; unsupported cases go to
+    `original`.
 
-    query [B, Hq, D], output [B, Hq, Dv], caches [num_slots, Hkv, D | Dv], req_to_token [num_requests, max_context],
-    req_pool_indices, seq_lens [B]. Each sees the last 1 + sliding_window_size tokens, or all. `attention_sinks` may
-    have left sinks, [Hq], with the backend. Writes and returns output.
+    query [B, Hq, D], output [B, Hq, Dv], caches [num_slots, Hkv, D | Dv], req_to_token
+    [num_requests, max_context], req_pool_indices, seq_lens [B]. Each sees the last 1 +
+    sliding_window_size tokens, or all. `attention_sinks` may have left sinks, [Hq], with the
+    backend. Writes and returns output.
     """
     if encoder_lens is not None or scaling is None:
         return original(
@@ -104,7 +112,7 @@ def batched_decode(
 
 
 def register():
-    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
+    """Called by SGLang once, before it forks its processes, which inherit the change."""
     from replacing import run_inside
 
     run_inside(TARGET, batched_decode)

@@ -1,4 +1,5 @@
-"""SGLang plug-in: attention of prompts in the torch_native backend, one call for all requests of like lengths."""
+"""SGLang plug-in: attention of prompts in the torch_native backend, one call for all requests of
+like lengths."""
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -25,14 +26,15 @@ def batched_extend(
     is_cross_attn=False,
     sliding_window_size=None,
 ):
-    """The new tokens of each request against its cached keys and values, which end with theirs; what it does not cover
-    goes to `original`.
+    """Attend the new tokens of each request to its cached keys and values, which end with the new
+    ones; unsupported cases go to `original`.
 
-    query [T, Hq, D], output [T, Hq, Dv], the requests one after the other; caches [num_slots, Hkv, D | Dv],
-    req_to_token [num_requests, max_context], the others [B]: seq_lens = extend_prefix_lens (cached before) +
-    extend_seq_lens (new). Each token sees itself and sliding_window_size tokens before it, or all before it.
-    `attention_sinks` may have left sinks, [Hq], with the backend. Writes and returns output. `original` makes a call
-    per request, which computes the rows of cached positions as well.
+    query [T, Hq, D], output [T, Hq, Dv], the requests one after the other; caches [num_slots, Hkv,
+    D | Dv], req_to_token [num_requests, max_context], the others [B]: seq_lens = extend_prefix_lens
+    (cached before) + extend_seq_lens (new). Each token sees itself and sliding_window_size tokens
+    before it, or all before it. `attention_sinks` may have left sinks, [Hq], with the backend.
+    Writes and returns output. `original` makes a call per request, and computes the rows of cached
+    positions as well.
     """
     if encoder_lens is not None or not causal:
         return original(
@@ -72,7 +74,8 @@ def batched_extend(
 
 
 def _mask(num_seen, num_new, window):
-    """Return which of the cached and the new tokens each new one sees, [S, L]; None where it is all new ones so far."""
+    """Return the attention mask of the new tokens over cached and new ones, [S, L]; None: causal
+    over new tokens only."""
     if not num_seen and (window is None or window >= num_new - 1):
         return None
     mask = torch.ones(num_new, num_seen + num_new, dtype=torch.bool).tril(num_seen)
@@ -80,10 +83,10 @@ def _mask(num_seen, num_new, window):
 
 
 def _attend(query, keys, values, mask, sinks, scaling):
-    """Return scaled_dot_product_attention [N, Hq, S, D] whose softmax counts a sink per query head.
+    """Return scaled_dot_product_attention [N, Hq, S, D], with a sink per query head in the softmax.
 
-    The sink is one more key, seen by all, with the value 0: one more dimension has the sink in the queries, 1 in that
-    key and 0 in the others.
+    The sink is one more key, seen by all, with the value 0. One more dimension has the sink in the
+    queries, 1 in that key and 0 in the others.
     """
     num_new, size = query.shape[-2:]
     scaling = size**-0.5 if scaling is None else scaling
@@ -101,13 +104,14 @@ def _attend(query, keys, values, mask, sinks, scaling):
 
 
 def _of_slots(cache, slots_NL):
-    """Return [N, Hkv, L, D] of a cache [num_slots, Hkv, D]; index_select takes a sixth of the time of cache[slots]."""
+    """Return [N, Hkv, L, D] of a cache [num_slots, Hkv, D]; index_select takes a sixth of the time
+    of cache[slots]."""
     rows = cache.flatten(1).index_select(0, slots_NL.flatten())
     return rows.view(*slots_NL.shape, *cache.shape[1:]).transpose(1, 2)
 
 
 def register():
-    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
+    """Called by SGLang once, before it forks its processes, which inherit the change."""
     from replacing import run_inside
 
     run_inside(TARGET, batched_extend)

@@ -1,4 +1,5 @@
-"""SGLang plug-in: a server's scheduler and detokenizer are forks of it, and do not import SGLang and torch again."""
+"""SGLang plug-in: a server's scheduler and detokenizer are forks of it, and do not import SGLang
+and torch again."""
 
 import multiprocessing
 from pathlib import Path
@@ -7,10 +8,10 @@ TARGET = "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes"
 
 
 def fork_from_here_on(original, *args, **kwargs):
-    """Here SGLang makes the first of its processes; it asked for `spawn` before, and from here on it is `fork`.
+    """Switch from `spawn` to `fork` just before SGLang makes its first process.
 
-    A fork has only the thread that forks, and locks that others held stay locked in it: SystemExit where there are
-    others (of torch, zmq, a tokenizer), which a newer SGLang may start earlier.
+    A fork has only the forking thread, and locks held by others stay locked in it. So SystemExit if
+    there are other threads (of torch, zmq, a tokenizer), which a newer SGLang may start earlier.
     """
     threads = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if len(threads) > 1:
@@ -20,7 +21,7 @@ def fork_from_here_on(original, *args, **kwargs):
 
 
 def register():
-    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
+    """Called by SGLang once, before it forks its processes, which inherit the change."""
     from replacing import run_inside
 
     run_inside(TARGET, fork_from_here_on)

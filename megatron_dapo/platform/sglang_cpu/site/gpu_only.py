@@ -1,4 +1,4 @@
-"""What the stand-ins of this folder have in common: names that can be imported but not called."""
+"""Names for the stand-ins of this folder that can be imported but not called."""
 
 
 def names_of(module):

@@ -1,4 +1,5 @@
-"""SGLang plug-in: memory of the host is not registered with CUDA, which SGLang does on the CPU too; there it raises."""
+"""SGLang plug-in: leaves host memory unregistered. SGLang registers it with CUDA on the CPU too,
+which raises there."""
 
 TARGET = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
@@ -8,7 +9,7 @@ def leave_unregistered(original, *args, **kwargs):
 
 
 def register():
-    """SGLang calls this once, before it makes its processes: as forks they inherit what is changed."""
+    """Called by SGLang once, before it forks its processes, which inherit the change."""
     from replacing import run_inside
 
     run_inside(TARGET, leave_unregistered)

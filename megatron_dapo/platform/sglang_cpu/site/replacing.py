@@ -1,10 +1,12 @@
-"""What the plug-ins of this folder have in common: functions of SGLang that run inside ours, or a server that stops."""
+"""Replaces functions of SGLang for the plug-ins of this folder, or stops the server if one is
+missing."""
 
 from pkgutil import resolve_name
 
 
 def run_inside(target, hook):
-    """SGLang calls `hook(original, ...)` where it called `target`; a server ends where there is no such target."""
+    """Have SGLang call `hook(original, ...)` in place of `target`; the server ends if there is no
+    such target."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     stop_without(target, hook)
@@ -12,8 +14,8 @@ def run_inside(target, hook):
 
 
 def stop_without(target, hook):
-    """Raise SystemExit where there is no such target of a hook, not an exception: SGLang logs a plug-in's exceptions
-    and goes on."""
+    """Raise SystemExit if there is no such target. SGLang logs a plug-in's exceptions and
+    continues, so none would stop it."""
     try:
         resolve_name(target)
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,5 @@
-"""Stands in for torchvision: SGLang and transformers import it for image models, and a CPU server answers text."""
+"""Stands in for torchvision: SGLang and transformers import it for image models, and a CPU server
+answers text."""
 
 import enum
 import sys
@@ -11,7 +12,8 @@ __getattr__ = names_of("torchvision")
 
 
 class InterpolationMode(enum.Enum):
-    """The one name whose members are read at import; members and values as torchvision defines them."""
+    """The one name whose members are read at import; members and values as torchvision defines
+    them."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
