@@ -198,9 +198,9 @@ class ExperiencePool:
         self._num_recorded = state["num_recorded"]
         self._num_right = {prompt: num_right for prompt, num_right in state["num_right"]}
         self._retired = set(state["retired"])
-        self._drawn = set(state.get("drawn", ()))
-        self._num_fresh, self._num_fresh_right = state.get("num_fresh", (0, 0))
-        self._recorded = [RecordedGroup.from_plain(plain) for plain in state.get("outcomes", ())]
+        self._drawn = set(state["drawn"])
+        self._num_fresh, self._num_fresh_right = state["num_fresh"]
+        self._recorded = [RecordedGroup.from_plain(plain) for plain in state["outcomes"]]
 
     def _take_in(self, group: RecordedGroup) -> None:
         prompt = group.prompt

@@ -12,13 +12,7 @@ from itertools import takewhile
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 from megatron_dapo.queue import admission
-from megatron_dapo.queue.plain_data import (
-    UNKNOWN_VERSION,
-    draw_from_plain,
-    draw_to_plain,
-    group_from_plain,
-    group_to_plain,
-)
+from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
 from megatron_dapo.queue.step_statistics import RolloutStep
 
 FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
@@ -306,10 +300,6 @@ class GroupQueue:
             self._steps = [RolloutStep(number=step)]
         self._weight_version = weight_version
         self._num_steps = step - 1
-        self._open = {
-            uid: replace(group, version=weight_version) if group.version == UNKNOWN_VERSION else group
-            for uid, group in self._open.items()
-        }
         self._discard_stale()
         if not self.limits.max_staleness:
             self._discard_open(0 if self._batches else self.limits.gen_batch_size)
@@ -376,20 +366,17 @@ class GroupQueue:
         return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved queue stood, also that of a program with gen batches. Nothing is drawn before `begin`."""
+        """Go on where a saved queue stood. Nothing is drawn before `begin`."""
         self._num_drawn = state["num_drawn"]
-        step = state.get("step")
-        self._steps = [RolloutStep.from_state(each) for each in (step, *state.get("steps_ahead", ())) if each]
+        self._gone = Counter(state["gone"])
+        self._steps = [RolloutStep.from_state(step) for step in (state["step"], *state["steps_ahead"]) if step]
         self._num_steps = None
-        self._num_recent = list(state.get("num_recent", (0.0, 0.0)))
-        num_draws_used = (step or {}).get("num_gen_batches", 0) * self.limits.gen_batch_size
-        self._num_draws_used = state.get("num_draws_used", num_draws_used)
-        self._put_ready([group_from_plain(plain) for plain in state["kept"]], state.get("batch_sizes", ()))
+        self._num_recent = list(state["num_recent"])
+        self._num_draws_used = state["num_draws_used"]
+        self._put_ready([group_from_plain(plain) for plain in state["kept"]], state["batch_sizes"])
         finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         self._finished = set(finished)
         self._open = {plain["uid"]: finished.get(plain["uid"]) or draw_from_plain(plain) for plain in state["open"]}
-        gone = {"handed": self._num_drawn - self.num_ready - self.num_open}  # or filtered, or discarded
-        self._gone = Counter(state.get("gone", gone))
 
     # ------------------------------------------------------------------------------------------------ inside
 

@@ -4,8 +4,6 @@ state or a file. Where a file held lists in place of arrays, they become arrays.
 from megatron_dapo.data.routed_experts import from_text
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 
-UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
-
 # vars(), not dataclasses.asdict: asdict copies every array.
 
 
@@ -30,7 +28,7 @@ def sample_to_plain(sample: Sample) -> dict:
 def sample_from_plain(plain: dict) -> Sample:
     """Return what `sample_to_plain` described, or a batch file. Raises ValueError, the end of a sentence, for what no
     token can have."""
-    values = {**plain, "servers": tuple(plain.get("servers", ()))}
+    values = {**plain, "servers": tuple(plain["servers"])}
     if isinstance(experts := plain.get("routed_experts"), str):
         values["routed_experts"] = from_text(experts)
     return Sample(**values)
@@ -60,9 +58,9 @@ def group_from_plain(plain: dict) -> Group:
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
         samples=tuple(samples),
-        baseline_reward=plain.get("baseline_reward"),
-        keep=plain.get("keep", True),
-        version=plain.get("version", UNKNOWN_VERSION),
+        baseline_reward=plain["baseline_reward"],
+        keep=plain["keep"],
+        version=plain["version"],
     )
 
 
@@ -78,15 +76,13 @@ def draw_to_plain(group: Group) -> dict:
 
 
 def draw_from_plain(plain: dict) -> Group:
-    """Return what `draw_to_plain` described, or a program that noted of an open group only what it borrowed."""
-    samples = plain.get("samples", [plain["replayed"]] if "replayed" in plain else [])
+    """Return what `draw_to_plain` described."""
     return Group(
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
-        samples=tuple(sample_from_plain(sample) for sample in samples),
-        version=plain.get("version", UNKNOWN_VERSION),
+        samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
+        version=plain["version"],
         partials=tuple(
-            PartialResponse(**{**partial, "servers": tuple(partial["servers"])})
-            for partial in plain.get("partials", ())
+            PartialResponse(**{**partial, "servers": tuple(partial["servers"])}) for partial in plain["partials"]
         ),
     )

@@ -43,8 +43,7 @@ class PromptDraws:
         """Go on where saved draws stood. Raises UserError where the cursor is of other prompts; then nothing
         changes."""
         self._cursor.load_state_dict(state["cursor"])
-        block = state.get("block", ())  # unknown to programs that opened all prompts of a block at once
-        self._block = [(number, sample and sample_from_plain(sample)) for number, sample in block]
+        self._block = [(number, sample and sample_from_plain(sample)) for number, sample in state["block"]]
 
 
 def next_prompts(cursor: Cursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:

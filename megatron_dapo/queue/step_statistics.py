@@ -127,9 +127,7 @@ class StepStatistics:
         self._lengths = list(state["lengths"])
         self._sums = dict(state["sums"])
         self._num_values = dict(state["num_values"])
-        # a program that counted less of a source has no full figures of it for this step
-        sources = state.get("sources", {}).items()
-        self._sources = {source: dict(sums) for source, sums in sources if _NUM_GROUPS in sums}
+        self._sources = {source: dict(sums) for source, sums in state["sources"].items()}
 
     def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Sequence[Sample]) -> None:
         for metric, value_of in table.items():
@@ -163,10 +161,10 @@ class RolloutStep:
 
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
-        """Return the step that `state_dict` described, also that of a program with gen batches."""
+        """Return the step that `state_dict` described."""
         step = cls(
             number=state["number"],
-            num_ready=state.get("num_ready"),
+            num_ready=state["num_ready"],
             num_filtered_samples=state["num_filtered_samples"],
             num_discarded=state["num_discarded"],
             filtered=Counter(state["filtered"]),

@@ -304,40 +304,6 @@ def test_a_restored_controller_loses_and_doubles_nothing_and_makes_no_burst(fold
     assert [uid.partition("-")[0] for uid in uids] == [f"{number:08d}" for number in range(12)]
 
 
-def test_draws_without_a_version_of_an_old_checkpoint_go_on(folder):
-    """As a program with gen batches saved it, in the middle of a step."""
-
-    async def first(controller, servers):
-        servers[0].script.delays = [600.0] * 3 + [0.0] * 5  # taken from the end
-        step = asyncio.create_task(controller.next_batch(1, 0))
-        await until(lambda: sum(servers[0].script.num_answers.values()) == 5)
-        controller.stop_asked.set()
-        with pytest.raises(Interrupted):
-            await step
-        return from_bytes(to_bytes(controller.state_dict()))
-
-    unfiltered = "algorithm.dapo.enable=false"
-    state = run_in_folder(folder, first, overrides=[unfiltered])
-    queue = state["queue"]
-    for name in ("gone", "batch_sizes", "num_draws_used", "num_recent"):
-        del queue[name]
-    prompts = {each["uid"]: each["prompt"] for part in ("open", "finished") for each in queue[part] if "prompt" in each}
-    queue["open"] = [{"uid": each["uid"], "prompt": prompts[each["uid"]]} for each in queue["open"]]
-    for each in queue["finished"]:
-        del each["version"]
-    queue["step"] |= {"num_surplus_used": 0}
-    del state["block"]
-
-    async def second(controller, servers):
-        controller.load_state_dict(state)
-        batch = await controller.next_batch(1, 0)
-        assert prompt_numbers(batch) == [0, 1, 2, 3] and [group.version for group in batch.groups] == [0] * 4
-        account(controller)
-
-    run_in_folder(folder, second, overrides=[unfiltered])
-    run_in_folder(folder, second, overrides=with_age(1, unfiltered))
-
-
 def test_a_reward_that_breaks_while_the_trainer_trains_stops_the_run_and_its_prompts_are_drawn_again(folder):
     """It fails on the prompts from p8 on: those of the third step."""
     rows = [json.loads(line) | {"extra_info": {}} for line in (folder / "train.jsonl").read_text().splitlines()]

@@ -72,7 +72,7 @@ def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
 
     first = GroupQueue(QueueLimits(1, 1), lambda samples: None)
     second = GroupQueue(QueueLimits(1, 1), lambda samples: None)
-    state = {
+    state = first.state_dict() | {
         "num_drawn": 2,
         "kept": [group_to_plain(group)],
         "open": [{"uid": "finished"}, draw_to_plain(draw)],
