@@ -85,7 +85,7 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
     """Else the checkpoint would hold a rollout that is one step ahead of it, and the batch's prompts would be lost."""
     done = []
     job = SimpleNamespace(
-        rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
+        _rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
         checkpoints=SimpleNamespace(rescue=lambda step, *_: done.append(f"step {step} saved")),
         policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
         layout=SimpleNamespace(rank=0, agreement=SingleRank()),
@@ -108,8 +108,9 @@ def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
     def question(rollout):
         raise UserError(["one", "two"], "Traceback")
 
+    job = SimpleNamespace(_rollout=object(), layout=SimpleNamespace(agreement=SingleRank()))
     with pytest.raises(SharedUserError) as caught:
-        Job._ask_rollout(SimpleNamespace(rollout=object(), layout=SimpleNamespace(agreement=SingleRank())), 1, question)
+        Job._ask_rollout(job, 1, question)
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, SharedUserError) and again.sentences == ["one", "two"] and again.details == "Traceback"
 
