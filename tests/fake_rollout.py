@@ -419,7 +419,7 @@ def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:
     write_files(folder, num_val=3)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
     yield folder
     sys.modules.pop("fake_rewards", None)
 

@@ -13,46 +13,23 @@ import numpy as np
 
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.schema.exp_manager import ExperienceReplayConfig
 from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.queue.plain_data import sample_from_plain, sample_to_plain
 
 
 @dataclass(frozen=True)
-class ReplayRules:
-    """When and how much is replayed.
-
-    group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
-    which replay begins. exp_ratio: share of a gen batch's prompts that are replayed. Bounds of the pool: trajectories
-    per prompt, and tokens in all, of prompts and responses.
-    """
-
-    group_size: int
-    start_ratio: float
-    exp_ratio: float
-    max_trajectories_per_prompt: int
-    max_tokens: int
-
-    def num_replayed(self, gen_batch_size: int) -> int:
-        """Return how many prompts of a gen batch are replayed."""
-        return math.floor(self.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
-
-
-@dataclass(frozen=True)
 class RecordedGroup:
-    """What the pool keeps of a group until its step ends.
+    """A generated group, as the pool keeps it until its step ends."""
 
-    prompt: its index. num_right: its right responses. experiences: those of them that may be replayed, none where all
-    responses were right (is_solved).
-    """
-
-    prompt: int
-    num_right: int
-    is_solved: bool
-    experiences: tuple[Sample, ...]
+    prompt: int  # its index
+    num_right: int  # right responses
+    is_solved: bool  # all responses were right
+    experiences: tuple[Sample, ...]  # right responses that may be replayed; none if it is solved
 
     @classmethod
     def of(cls, group: Group) -> "RecordedGroup":
-        """Return what is kept of a finished group."""
+        """Return the record of a finished group."""
         num_right = sum(sample.correct for sample in group.samples)
         if num_right == len(group.samples):
             return cls(group.prompt.index, num_right, True, ())
@@ -84,8 +61,10 @@ class ExperiencePool:
     recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
     """
 
-    def __init__(self, rules: ReplayRules, seed: int) -> None:
-        self.rules = rules
+    def __init__(self, keys: ExperienceReplayConfig, group_size: int, seed: int) -> None:
+        """group_size: responses per prompt, the replayed one included."""
+        self._keys = keys
+        self._group_size = group_size
         self._seed = seed
         self._begun = False
         self._num_draws = 0
@@ -115,11 +94,11 @@ class ExperiencePool:
 
         dealt_later: prompts that were drawn, and whose groups are generated in the next step; not drawn in that again.
         """
-        if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
+        if self._num_fresh and self._num_fresh_right >= self._keys.replay_start_ratio * self._num_fresh:
             self._begun = True
         for recorded in self._recorded:
             self._take_in(recorded)
-        while self._num_tokens > self.rules.max_tokens:
+        while self._num_tokens > self._keys.max_pool_tokens:
             self._remove(next(iter(self._experiences)))
         self.forget_step(dealt_later)
 
@@ -150,7 +129,8 @@ class ExperiencePool:
         buckets = self._buckets()
         self._num_draws += 1
         chosen: list[int] = []
-        while buckets and len(chosen) < self.rules.num_replayed(gen_batch_size):
+        num_replayed = math.floor(self._keys.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
+        while buckets and len(chosen) < num_replayed:
             (num_right,) = draw.choices(list(buckets), self._weights(buckets))
             prompts = buckets[num_right]
             chosen.append(prompts.pop(draw.randrange(len(prompts))))
@@ -223,7 +203,7 @@ class ExperiencePool:
         self._experiences[number] = sample
         self._prompt_of[number] = prompt
         self._num_tokens += sample.num_tokens
-        if len(numbers) > self.rules.max_trajectories_per_prompt:
+        if len(numbers) > self._keys.max_trajectories_per_task:
             self._remove(numbers[0])
 
     def _remove(self, number: int) -> None:
@@ -246,7 +226,7 @@ class ExperiencePool:
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
         """Return densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
-        squares = [(num_right - self.rules.group_size / 2) ** 2 for num_right in buckets]
+        squares = [(num_right - self._group_size / 2) ** 2 for num_right in buckets]
         return [math.exp((min(squares) - square) / 2) for square in squares]
 
     def _least_entropy(self, prompt: int) -> Sample:
@@ -259,18 +239,10 @@ class ExperiencePool:
 
 
 def make_pool(config: Config) -> ExperiencePool | None:
-    """Return the run's pool, None where nothing is replayed."""
+    """Return the run's pool; None without experience replay."""
     if not uses_experience_replay(config):
         return None
-    keys = config.exp_manager.experience_replay
-    rules = ReplayRules(
-        group_size=config.actor_rollout_ref.rollout.n,
-        start_ratio=keys.replay_start_ratio,
-        exp_ratio=keys.exp_ratio,
-        max_trajectories_per_prompt=keys.max_trajectories_per_task,
-        max_tokens=keys.max_pool_tokens,
-    )
-    return ExperiencePool(rules, config.data.seed)
+    return ExperiencePool(config.exp_manager.experience_replay, config.actor_rollout_ref.rollout.n, config.data.seed)
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:

@@ -9,57 +9,44 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
-from megatron_dapo.config.derived import (
-    has_given_servers,
-    replays_servers_experts,
-    uses_dynamic_sampling,
-    uses_overlong_shaping,
-)
+from megatron_dapo.config.derived import has_given_servers, replays_servers_experts, uses_dynamic_sampling
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.data.prompt_dataset import PromptDataset
-from megatron_dapo.data.routed_experts import RouterShape
-from megatron_dapo.data.samples import Group, PartialResponse, Prompt, RolloutBatch, Sample
-from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dapo.envs.environment_pool import EnvironmentPool
-from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
-from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.data.samples import Group, PartialResponse, RolloutBatch, Sample
+from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
-from megatron_dapo.rewards.judge import Judge
-from megatron_dapo.rewards.reward_pool import RewardPool
-from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
-from megatron_dapo.rewards.scorers import Scorers, Weighed
-from megatron_dapo.rewards.shaping import OverlongShaping
 from megatron_dapo.rollout.answer_records import group_record
 from megatron_dapo.rollout.batch_files import write_batch
+from megatron_dapo.rollout.build_rollout import (
+    load_prompts,
+    load_train_prompts,
+    make_environments,
+    make_reward_pool,
+    make_sampler,
+    make_scorers,
+    make_server_pool,
+    make_shaping,
+    router_shape,
+    sampling_params,
+)
 from megatron_dapo.rollout.deadlines import unless, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.held_out_evaluation import Validation
-from megatron_dapo.rollout.reward_model_client import RewardModel
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
-from megatron_dapo.rollout.trajectory import MultiTurn, TurnLimits
-from megatron_dapo.servers.client import SamplingParams, SGLangClient
 from megatron_dapo.servers.server import ServerState
-from megatron_dapo.servers.server_list import ServerList
-from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates
-from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import given_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 1.0  # between two looks at a server that is down
 MAX_FUTILE_SYNCS = 3  # where no server has the weights after so many pushes, none ever will
 
 
@@ -92,17 +79,15 @@ class Controller:
         sampler = partial(make_sampler, config, self._servers, *scoring)
         greedy_baseline = config.algorithm.adv_estimator == "remax"
         routers = router_shape(config) if replays_servers_experts(config) else None
-        self._sampler = sampler(greedy_baseline=greedy_baseline, exact=not rollout.max_staleness, routers=routers)
+        self._sampler = sampler(
+            shaping=make_shaping(config),
+            greedy_baseline=greedy_baseline,
+            exact=not rollout.max_staleness,
+            routers=routers,
+        )
         val_sampler = sampler(exact=True)  # a second one: its retries are not the step's
         self._validation = Validation(self._val_prompts, config, val_sampler, self._servers, self._rewards, tokenizer)
-        self._params = SamplingParams(
-            max_new_tokens=data.max_response_length,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=tuple(rollout.stop_token_ids),
-        )
-        self._shaping = make_shaping(config)
+        self._params = sampling_params(config)
         self._drawing = Drawing(config, dataset, lambda: self._rewards.last_traceback)
         self._filling = Filling(self._drawing, self._servers, self._sample_group, rollout.n, greedy_baseline)
         self._sampling = TimeSpent()
@@ -245,9 +230,7 @@ class Controller:
         if self._rollout.deterministic:
             # it begins anew: a server that reads tokens in place of writing them adds up in another order
             on_partial = discarded
-        return await self._sampler.sample_group(
-            group, self._rollout.n, self._params, self._shaping, on_sample, on_partial
-        )
+        return await self._sampler.sample_group(group, self._rollout.n, self._params, on_sample, on_partial)
 
     def _ask_for_sync(self, step: int, reason: str) -> RolloutBatch:
         """Return the answer that asks for a push. Raises RolloutError where several pushes did not help."""
@@ -292,186 +275,3 @@ class Controller:
 
 def discarded(response: PartialResponse) -> None:
     """Keep nothing of a response that is not finished."""
-
-
-def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:
-    """Return the prompts to train on, of which `data.pass_rate` is a condition; what was dropped is logged. max_rows:
-    of the first rows of each file alone. Raises UserError."""
-    data = config.data
-    difficulty_key = data.difficulty_key if data.curriculum == "column" else None
-    numbers = {"pass_rate": data.pass_rate, "pass_rate_key": data.pass_rate_key, "difficulty_key": difficulty_key}
-    dataset = load_dataset(data.train_files, config, tokenizer, max_rows=max_rows, **numbers)
-    for report in dataset.report:
-        log.info("%s", report)
-    return dataset
-
-
-def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompts of these files; what was dropped is logged. Raises UserError."""
-    dataset = load_dataset(files, config, tokenizer)
-    for report in dataset.report:
-        log.info("%s", report)
-    return dataset.prompts
-
-
-def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **others: Any) -> PromptDataset:
-    """Return the prompts of these files, and what was dropped. others: further arguments of `PromptDataset.load`.
-    Raises UserError."""
-    data = config.data
-    is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
-    return PromptDataset.load(
-        files,
-        data.prompt_key,
-        tokenizer,
-        data.max_prompt_length,
-        filter_overlong=data.filter_overlong_prompts,
-        truncation=data.truncation,
-        dedup=data.dedup,
-        conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
-        apply_chat_template=data.apply_chat_template,
-        answer_key=data.answer_key,
-        prompt_template=data.prompt_template,
-        data_source=data.data_source,
-        needs_answer=not is_multi_turn and config.reward.function != "none",
-        **others,
-    )
-
-
-def make_server_pool(config: Config) -> ServerPool:
-    """Return the pool of the servers that the config names."""
-    rollout = config.actor_rollout_ref.rollout
-    is_pushed_to_at_work = rollout.max_staleness or config.data.val_files
-    return ServerPool(
-        ServerList.of_config(rollout),
-        max_concurrency=rollout.max_concurrency,
-        down_timeout_s=rollout.server.startup_timeout_s,
-        probe_interval_s=PROBE_INTERVAL_S,
-        connect=partial(SGLangClient, api_key=given_server_key(config)),
-        report_unresponsive=partial(report_unresponsive, RunFolder.of(config.trainer)),
-        keeps_caches=config.weight_sync.pause_mode == "in_place",
-        push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
-    )
-
-
-def make_reward_pool(config: Config, prompts: Sequence[Prompt]) -> RewardPool:
-    """Return the pool of reward processes. Raises UserError for a function that does not score these prompts."""
-    reward = config.reward
-    sources = sorted({prompt.data_source for prompt in prompts})
-    check_reward(reward.function, reward.kwargs, sources)
-    check_ground_truths(reward.function, prompts)
-    return RewardPool(
-        reward.function,
-        reward.kwargs,
-        reward.num_workers,
-        reward.timeout_s,
-        reward.memory_limit_mb,
-        reward.pass_env,
-        sources,
-        reward.allow_unsandboxed,
-        reward.max_concurrency,
-        reward.batch_size,
-        config.trainer.seed,
-    )
-
-
-def make_sampler(
-    config: Config,
-    servers: ServerPool,
-    rewards: RewardPool,
-    tokenizer: Tokenizer,
-    environments: EnvironmentPool | None,
-    scorers: Scorers,
-    greedy_baseline: bool = False,
-    exact: bool = False,
-    routers: RouterShape | None = None,
-) -> Sampler:
-    """Return the way from prompts to groups. The arguments behind the config are the sampler's own."""
-    rollout = config.actor_rollout_ref.rollout
-    retry = RetryPolicy(rollout.request_timeout_s, rollout.max_retries)
-    vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
-    multi_turn: MultiTurn | None = None
-    if environments is not None:
-        multi_turn = MultiTurn(environments, tokenizer, config.data.apply_chat_template, turn_limits(config))
-    return Sampler(
-        servers,
-        rewards,
-        tokenizer,
-        retry,
-        vocab_size,
-        multi_turn,
-        greedy_baseline,
-        exact,
-        scorers,
-        routers,
-        config.trainer.seed,
-    )
-
-
-def router_shape(config: Config) -> RouterShape:
-    """Return what the routers of the model choose. Raises UserError."""
-    return RouterShape.of(read_model_spec(config.actor_rollout_ref.model.path))
-
-
-def make_scorers(config: Config) -> Scorers:
-    """Return who scores responses beside the reward function. Raises UserError."""
-    reward = config.reward
-    weighed = []
-    if model := make_reward_model(config):
-        weighed.append(Weighed(model, reward.model.weight))
-    if reward.judge.url:
-        weighed.append(Weighed(Judge(reward.judge), reward.judge.weight))
-    return Scorers(reward, weighed)
-
-
-def make_reward_model(config: Config) -> RewardModel | None:
-    """Return the scores by the model of `reward.model`, None without one. Raises UserError where no server is named, or
-    the folder is no classifier's."""
-    model = config.reward.model
-    if not model.path:
-        return None
-    if not model.url:
-        raise UserError(
-            "reward.model.path is given without reward.model.url; give the URL of a running server of it, or use "
-            "`python -m launch.local`, which starts one."
-        )
-    folder = ModelFolder.of(model.path).hf
-    architecture_of(str(folder))
-    api_key = read_server_key(model.api_key_file, "reward.model.api_key_file") if model.api_key_file else None
-    down_timeout_s = config.actor_rollout_ref.rollout.server.startup_timeout_s
-    return RewardModel(load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
-
-
-def make_environments(config: Config) -> EnvironmentPool | None:
-    """Return the pool of environments, None where responses have one turn."""
-    keys = config.actor_rollout_ref.rollout.multi_turn
-    if not keys.enable:
-        return None
-    return EnvironmentPool(
-        keys.environment,
-        keys.environment_kwargs,
-        keys.num_workers,
-        keys.step_timeout_s,
-        keys.memory_limit_mb,
-        keys.pass_env,
-    )
-
-
-def turn_limits(config: Config) -> TurnLimits:
-    """Return the limits of a trajectory of several turns."""
-    keys = config.actor_rollout_ref.rollout.multi_turn
-    return TurnLimits(config.data.max_prompt_length, keys.max_turns, keys.max_tokens_per_turn, keys.timeout_s)
-
-
-def make_shaping(config: Config) -> OverlongShaping | None:
-    """Return how over-long responses are punished, None where they are not."""
-    if not uses_overlong_shaping(config):
-        return None
-    keys = config.algorithm.dapo.overlong_reward_shaping
-    return OverlongShaping(
-        max_response_length=config.data.max_response_length,
-        buffer_len=keys.buffer_len,
-        expected_len=keys.expected_len,
-        penalty_factor=keys.penalty_factor,
-        truncation_penalty=keys.truncation_penalty,
-        mode=keys.soft_penalty_mode,
-    )

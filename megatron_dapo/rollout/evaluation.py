@@ -68,7 +68,7 @@ async def sample_answers(
 
         while not answered.issuperset(range(rollout.val_n)):
             try:
-                await sampler.sample_group(group, rollout.val_n, params, None, note, elsewhere=answered)
+                await sampler.sample_group(group, rollout.val_n, params, note, elsewhere=answered)
             except NeedsSync as reason:
                 if on_lost_weights is None:
                     raise

@@ -16,6 +16,8 @@ import numpy as np
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
+from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.data.samples import PartialResponse, Prompt
 from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing, repeated
 from megatron_dapo.data.tokenizer import Tokenizer
@@ -177,27 +179,16 @@ async def single_turn(
 
 
 @dataclass(frozen=True)
-class TurnLimits:
-    """Limits of one trajectory, beside those of its response (`SamplingParams.max_new_tokens`, the environment's tokens
-    included).
-
-    max_tokens_per_turn: of one turn of the model; a turn that reaches it goes to the environment as it is.
-    """
-
-    max_prompt_tokens: int
-    max_turns: int
-    max_tokens_per_turn: int | None
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class MultiTurn:
-    """Trajectories of several turns, with the environments of a pool."""
+    """Plays trajectories of several turns.
+
+    `SamplingParams.max_new_tokens` limits a whole response, the environment's tokens included.
+    """
 
     environments: EnvironmentPool
     tokenizer: Tokenizer
-    apply_chat_template: bool
-    limits: TurnLimits
+    data: DataConfig  # chat template, and the limit of a prompt with the environment's opening
+    keys: MultiTurnConfig  # limits of turns and seconds
 
     async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate, seed: int = 0) -> Trajectory:
         """Return a whole trajectory. A failure of its environment ends it and stands in its verdict.
@@ -222,7 +213,7 @@ class MultiTurn:
         generate: Generate,
     ) -> str:
         """Fill the trajectory; return why it ended."""
-        budget = Budget(self.limits.timeout_s)
+        budget = Budget(self.keys.timeout_s)
         task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         with budget.charge():
             opening = await environment.reset(task)
@@ -235,7 +226,7 @@ class MultiTurn:
             room = params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
             if room <= 0:  # to answer
                 return "length"
-            turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
+            turn = replace(params, max_new_tokens=min(room, self.keys.max_tokens_per_turn or room))
             try:
                 so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.tokens, environment_tokens)
                 generation = await generate(so_far, turn, budget)
@@ -253,14 +244,14 @@ class MultiTurn:
             trajectory.add_reward(observation)
             if observation.done:
                 return "stop"
-            if trajectory.num_turns >= self.limits.max_turns:
+            if trajectory.num_turns >= self.keys.max_turns:
                 return "turns"
             if budget.seconds_left <= 0.0:
                 return "time"
             last_token = int(generation.tokens[-1]) if len(generation.tokens) else None
             with _template_errors():
                 environment_tokens = self.tokenizer.encode_turn(
-                    observation.messages, last_token, self.apply_chat_template
+                    observation.messages, last_token, self.data.apply_chat_template
                 )
 
     def _prompt_tokens(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
@@ -271,11 +262,11 @@ class MultiTurn:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         with _template_errors():
-            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.apply_chat_template)
-        if len(tokens) > self.limits.max_prompt_tokens:
+            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.data.apply_chat_template)
+        if len(tokens) > self.data.max_prompt_length:
             raise EnvironmentFailure(
                 f"exception: the prompt with the first observation has {len(tokens)} tokens, "
-                f"data.max_prompt_length is {self.limits.max_prompt_tokens}"
+                f"data.max_prompt_length is {self.data.max_prompt_length}"
             )
         return tokens
 

@@ -11,11 +11,12 @@ import pytest
 
 from megatron_dapo import trainer
 from megatron_dapo.checkpointing.folders import newest_first
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.common.errors import JobError, RunStopped, SharedUserError, UserError
 from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.job import Job
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.telemetry.telemetry import NullTelemetry
@@ -117,7 +118,7 @@ def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
 
 def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):
     """Its tensors are ready after the rollout, its checksums after the log-probs."""
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], TrainerConfig())
     job = job_of(saver)
     job.distributor, job.config = lambda step, groups: None, load_config(None, ["trainer.critic_warmup=9"])
     job._poll_save = lambda: Job._poll_save(job)

@@ -20,7 +20,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import PromptCursor, content_of
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.samples import Prompt
-from megatron_dapo.rollout.controller import load_prompts
+from megatron_dapo.rollout.build_rollout import load_prompts
 
 pytestmark = pytest.mark.unit
 

@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
     yield tmp_path
     sys.modules.pop("fake_rewards", None)
 

@@ -33,7 +33,7 @@ OVERRIDES = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rollout.controller.RewardPool", Rewards)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.RewardPool", Rewards)
     yield from rollout_folder(tmp_path, monkeypatch)
 
 
