@@ -329,7 +329,7 @@ class Job:
                 answer = question(self._rollout)
             except NeedsSync:
                 return True
-            return getattr(answer, "needs_sync", False)
+            return False
 
         agreement = self.layout.agreement.raising(RolloutError)
         for _ in range(_MAX_SYNCS):

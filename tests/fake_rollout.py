@@ -16,6 +16,7 @@ import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megatron_dapo.common.rollout_errors import NeedsSync
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import RolloutBatch, Sample
@@ -412,6 +413,14 @@ def server_in_thread(script: Script | None = None) -> Iterator[FakeServer]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+async def needs_sync(batch: Awaitable[RolloutBatch]) -> bool:
+    try:
+        await batch
+    except NeedsSync:
+        return True
+    return False
 
 
 def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:

@@ -34,20 +34,20 @@ from megatron_dapo.rollout.build_rollout import (
     router_shape,
     sampling_params,
 )
-from megatron_dapo.rollout.deadlines import unless, within
+from megatron_dapo.rollout.deadlines import until_set, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.held_out_evaluation import Validation
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
-from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-MAX_FUTILE_SYNCS = 3  # where no server has the weights after so many pushes, none ever will
+MAX_FUTILE_SYNCS = 3  # pushes after which no server had the weights
 
 
 class Controller:
@@ -91,7 +91,7 @@ class Controller:
         self._drawing = Drawing(config, dataset, lambda: self._rewards.last_traceback)
         self._filling = Filling(self._drawing, self._servers, self._sample_group, rollout.n, greedy_baseline)
         self._sampling = TimeSpent()
-        self._num_futile_syncs = 0  # asked for since a server had the weights
+        self._num_futile_syncs = 0  # since a server had the weights
 
     async def start(self) -> None:
         """Start the reward workers and wait for all servers. Raises UserError or RolloutError."""
@@ -112,27 +112,27 @@ class Controller:
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """Return the groups of one rollout step. Servers hold weight_version; tokens are up to `max_staleness` versions
-        older.
+        """Return the groups of one rollout step. Servers hold weight_version; tokens are up to `max_staleness` older.
 
-        With needs_sync in the answer: push the weights and call again with the same step; its groups and counts go on.
-        Raises UserError where dynamic sampling is exhausted or too few responses got a verdict, RolloutError at
-        `step_timeout_s` or when servers fail, Interrupted where it was asked to stop.
+        Raises NeedsSync if servers lack the weights: push them and call again with the same step, whose
+        groups and counts go on. Raises UserError if dynamic sampling is exhausted or too few responses got
+        a verdict, RolloutError at `step_timeout_s` or if servers fail, Interrupted if it was asked to stop.
         """
         self._drawing.begin(step, weight_version)
         if not self._sampling.has_run:  # the step begins, and nothing went on before it
             self._servers.forget_means()
-        self._sampling.turn(True)
+        self._sampling.switch(True)
         try:
             await within(
                 self._rollout.step_timeout_s,
-                unless(self.stop_asked, self._sample_step(weight_version), f"rollout step {step} was asked to stop"),
+                until_set(self.stop_asked, self._sample_step(weight_version), f"rollout step {step} was asked to stop"),
                 lambda: self._overdue(f"rollout step {step}", self._missing_groups()),
             )
         except NeedsSync as reason:
-            return self._ask_for_sync(step, str(reason))
+            self._count_futile_sync(step, reason)
+            raise
         finally:
-            self._sampling.turn(self._rollout.max_staleness > 0)
+            self._sampling.switch(self._rollout.max_staleness > 0)
         result = self._drawing.take()
         self._dump(step, result.groups)
         metrics = self._metrics(result, weight_version)
@@ -175,9 +175,10 @@ class Controller:
             self._validation.begin(step, weight_version, partial(self._evaluation_overdue, step))
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Return the metrics of the held-out prompts, answered by weight_version alone; {} where there are none.
+        """Return the metrics of the held-out prompts, answered only by weight_version; {} without prompts.
 
-        Waits for what `begin_evaluation` began, or begins it. Raises NeedsSync, RolloutError, UserError.
+        Waits for the evaluation of `begin_evaluation`, or begins it. Raises NeedsSync, RolloutError,
+        UserError.
         """
         if not self._val_prompts:
             return {}
@@ -188,27 +189,28 @@ class Controller:
         return self._overdue(f"the evaluation at step {step}", "answers are missing")
 
     async def halt(self) -> str | None:
-        """End what is under way. `state_dict` then has what there is of unfinished responses of one turn; those with an
-        environment begin anew. Returns what had ended the sampling before, if anything did."""
+        """End all sampling, and return the error that had ended it before, if any.
+
+        `state_dict` then has the unfinished responses of one turn; those with an environment begin anew.
+        """
         await self._validation.cancel()
         failure = await self._filling.halt()
         return None if failure is None else str(failure)
 
     def state_dict(self, with_samples: bool = True) -> dict:
-        """Return plain data: the place in the prompts, the groups that are ready or open, the experiences.
+        """Return plain data: the place in the prompts, ready and open groups, the experiences.
 
-        with_samples: False leaves out what was sampled ahead of the trainer, which may be gigabytes; its prompts are
-        sampled again.
+        with_samples: False leaves out the samples ahead of the trainer, which may be gigabytes; their
+        prompts are sampled again.
         """
         return self._drawing.state_dict(with_samples)
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved controller stood. Raises UserError for the state of a run with trainer.replay, or of
-        other prompts."""
+        """Continue from a saved controller. Raises UserError for a state of trainer.replay or of other prompts."""
         self._drawing.load_state_dict(state)
 
     async def close(self) -> None:
-        """End what is under way and the workers, and close the connections to the servers."""
+        """End all sampling and the workers, and close the connections to the servers."""
         await self._validation.cancel()
         await self._filling.cancel()
         await self._rewards.close()
@@ -218,7 +220,7 @@ class Controller:
         await self._servers.close()
 
     async def _sample_step(self, weight_version: int) -> None:
-        """Wait for the servers, then until the queue has the step's groups. What fails ends all sampling."""
+        """Wait for the servers, then for the step's groups. A failure ends all sampling."""
         await self._servers.expect(weight_version)
         if self._servers.urls(ServerState.CURRENT):
             self._num_futile_syncs = 0
@@ -228,22 +230,21 @@ class Controller:
         self, group: Group, on_sample: Callable[[Sample], None], on_partial: Callable[[PartialResponse], None]
     ) -> Group:
         if self._rollout.deterministic:
-            # it begins anew: a server that reads tokens in place of writing them adds up in another order
+            # it begins anew: a server that reads tokens instead of writing them adds up in another order
             on_partial = discarded
         return await self._sampler.sample_group(group, self._rollout.n, self._params, on_sample, on_partial)
 
-    def _ask_for_sync(self, step: int, reason: str) -> RolloutBatch:
-        """Return the answer that asks for a push. Raises RolloutError where several pushes did not help."""
+    def _count_futile_sync(self, step: int, reason: NeedsSync) -> None:
+        """Count a request for a push. Raises RolloutError if several pushes did not help."""
         self._num_futile_syncs += 1
         if self._num_futile_syncs > MAX_FUTILE_SYNCS:
             raise RolloutError(f"rollout step {step}: {MAX_FUTILE_SYNCS} weight pushes did not help: {reason}")
         log.warning("step %d waits for weights: %s", step, reason)
-        return RolloutBatch(groups=(), metrics={}, needs_sync=True)
 
     def _overdue(self, what: str, missing: str) -> str:
-        """Return the message of a step that is not done in time."""
+        """Return the message of an overdue step."""
         in_flight = ", ".join(f"{url} ({num} requests)" for url, num in self._servers.in_flight().items()) or "none"
-        down = ", ".join(self._servers.urls(ServerState.DOWN)) or "none"
+        down = ", ".join(self._servers.urls(ServerState.DOWN, ServerState.ILL)) or "none"
         return (
             f"{what} is not done after {self._rollout.step_timeout_s:g} s (actor_rollout_ref.rollout.step_timeout_s): "
             f"{missing}; servers with requests in flight: {in_flight}; servers down: {down}."
@@ -269,9 +270,9 @@ class Controller:
             lines = [json.dumps(group_record(step, group, self._tokenizer), ensure_ascii=False) for group in shown]
             try:
                 write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
-            except OSError as error:  # no run ends for what people may read
+            except OSError as error:  # only people read them: no reason to end a run
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
 
 
 def discarded(response: PartialResponse) -> None:
-    """Keep nothing of a response that is not finished."""
+    """Drop an unfinished response."""

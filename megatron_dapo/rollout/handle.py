@@ -20,7 +20,7 @@ from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
-from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema.config import Config
@@ -100,10 +100,9 @@ class RolloutHandle:
         is_to_stop says so.
         """
         batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
-        if not batch.needs_sync:
-            state = self._call("state_dict", False)  # what is ahead of the trainer would take minutes to hand over
-            self._state_before = self._state
-            self._state = state
+        state = self._call("state_dict", False)  # the samples ahead of the trainer would take minutes to hand over
+        self._state_before = self._state
+        self._state = state
         return batch
 
     def refuse_batch(self) -> None:
@@ -254,10 +253,10 @@ def _dump_tasks() -> None:
 def _read_commands(
     connection: Connection, loop: Any, commands: asyncio.Queue, stop_asked: asyncio.Event, gone: asyncio.Future
 ) -> None:
-    """Hand on what the trainer sends, in a thread of its own, since a pipe is not awaited.
+    """Forward the trainer's messages, in a thread of its own, since a pipe cannot be awaited.
 
-    So the trainer's death, and its request to stop, are seen in the middle of a step. A request that came too late for
-    one command does not stop the next.
+    So the trainer's death and its request to stop are seen in the middle of a step. A request that came
+    too late for one command does not stop the next.
     """
 
     def note_the_end() -> None:
@@ -277,9 +276,8 @@ def _read_commands(
             loop.call_soon_threadsafe(note_the_end)
     time.sleep(_CLOSE_S)
     ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, "the loop did not end when the trainer closed the pipe")
-    os._exit(
-        FAILED_EXIT_CODE
-    )  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
+    # user code holds the loop; a living trainer has killed us by now, a dead one cannot
+    os._exit(FAILED_EXIT_CODE)
 
 
 async def _answer_commands(
@@ -322,6 +320,8 @@ def _end_kind(error: Exception) -> EndKind:
 
 def _portable(error: Exception, log_file: str) -> Exception:
     """Return the error as the trainer raises it; the traceback stays in the log."""
+    if isinstance(error, NeedsSync):  # no failure
+        return error
     log.error("%s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, UserError | RolloutError):
         return error

@@ -17,6 +17,7 @@ from tests.fake_rollout import (
     FakeServer,
     Script,
     make_config,
+    needs_sync,
     prompt_numbers,
     rollout_folder,
     run_with_controller,
@@ -255,8 +256,7 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_push_and_nothing
         pending = asyncio.create_task(controller.next_batch(3, 2))
         await asyncio.sleep(0.1)
         servers[0].hold.set()
-        batch = await pending
-        assert batch.needs_sync and not batch.groups
+        assert await needs_sync(pending)
         servers[1].version = 2
         servers[1].hold.set()
         batch = await controller.next_batch(3, 2)

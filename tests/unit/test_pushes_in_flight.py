@@ -15,7 +15,7 @@ from megatron_dapo.data.samples import Group, PartialResponse, Prompt
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import SamplingParams
-from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_versions import require_in_flight_updates
