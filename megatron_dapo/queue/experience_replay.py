@@ -1,7 +1,7 @@
-"""Experience replay: correct trajectories of earlier steps, of which groups borrow one (ExGRPO, arXiv 2510.02245).
+"""Experience replay: groups borrow a correct trajectory of earlier steps (ExGRPO, arXiv 2510.02245).
 
-Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which trains on the
-dumped batches of a whole run again; those may hold samples that had been replayed by this module.
+Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which
+trains on the dumped batches of a run again; they may hold samples replayed by this module.
 """
 
 import math
@@ -44,21 +44,21 @@ class RecordedGroup:
 
     @classmethod
     def from_plain(cls, plain: dict) -> "RecordedGroup":
-        """Return what `to_plain` described."""
+        """Return the record of `to_plain`."""
         return cls(**{**plain, "experiences": tuple(sample_from_plain(sample) for sample in plain["experiences"])})
 
 
 def mean_entropy(sample: Sample) -> float:
-    """Return the mean -log-prob of the tokens that the model wrote, as it wrote them."""
+    """Return the mean of -log-prob over the tokens of the model, as sampled."""
     own = sample.rollout_log_probs[sample.loss_mask != 0]
     return -float(own.mean(dtype=np.float64))
 
 
 class ExperiencePool:
-    """Experiences by prompt: correct trajectories with the log-probs and weight versions that their server gave them.
+    """Experiences by prompt: correct trajectories with their server's log-probs and weight versions.
 
-    A prompt is retired for good once all responses of a group of it were right. Where a bound is passed, what was
-    recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
+    A prompt is retired for good once all responses of one of its groups were right. At a bound the oldest
+    experience leaves first. Draws depend on the seed and the recorded groups alone.
     """
 
     def __init__(self, keys: ExperienceReplayConfig, group_size: int, seed: int) -> None:
@@ -82,17 +82,19 @@ class ExperiencePool:
         self._recorded: list[RecordedGroup] = []  # of the step under way
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Take in groups that the step under way generated, of which nothing is drawn before it ends. Fresh samples
-        alone decide whether replay begins; replayed ones count among the successes of their group."""
+        """Take in groups of the step under way; nothing of them is drawn before it ends.
+
+        Only fresh samples decide whether replay begins; replayed ones count as successes of their group.
+        """
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         self._num_fresh += len(fresh)
         self._num_fresh_right += sum(sample.correct for sample in fresh)
         self._recorded += [RecordedGroup.of(group) for group in groups]
 
     def end_step(self, dealt_later: Collection[int] = ()) -> None:
-        """Take what the step recorded into the pool, from which the next step may draw it.
+        """Take the step's recorded groups into the pool, for the next step.
 
-        dealt_later: prompts that were drawn, and whose groups are generated in the next step; not drawn in that again.
+        dealt_later: drawn prompts whose groups are generated in the next step; it does not draw them again.
         """
         if self._num_fresh and self._num_fresh_right >= self._keys.replay_start_ratio * self._num_fresh:
             self._begun = True
@@ -103,25 +105,25 @@ class ExperiencePool:
         self.forget_step(dealt_later)
 
     def forget_step(self, dealt_later: Collection[int] = ()) -> None:
-        """Forget what the step under way recorded and drew: it begins anew, with prompts that were drawn before it."""
+        """Forget the records and draws of the step under way: it begins anew, with earlier draws."""
         self._num_fresh = 0
         self._num_fresh_right = 0
         self._recorded = []
         self._drawn = set(dealt_later)
 
     def is_retired(self, prompt: int) -> bool:
-        """Return whether the prompt is replayed no more."""
+        """Return whether the prompt is retired."""
         return prompt in self._retired
 
     def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
         """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
 
-        None before replay begins, fewer than `exp_ratio` where the pool has no more prompts. No prompt twice in a step,
-        which ends with `end_step`: a small pool would fill a step of several gen batches with the same few
-        trajectories.
+        None before replay begins; fewer than `exp_ratio` from a small pool. No prompt comes twice in a
+        step, which ends with `end_step`: else a small pool would fill a step with the same trajectories.
 
-        A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
-        group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
+        First a bucket of prompts with k successes is chosen, with the density at k of a normal
+        distribution around half the group size with deviation 1; then a prompt of it, uniformly; then its
+        experience of least entropy.
         """
         if not self._begun:
             return []
@@ -140,7 +142,7 @@ class ExperiencePool:
         return [(prompt, self._least_entropy(prompt)) for prompt in chosen]
 
     def metrics(self) -> dict[str, float]:
-        """Return what the pool holds, in numbers."""
+        """Return the sizes of the pool."""
         return {
             "replay/num_prompts": len(self._of_prompt),
             "replay/num_trajectories": len(self._experiences),
@@ -167,7 +169,7 @@ class ExperiencePool:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved pool stood."""
+        """Continue from a saved pool."""
         self._begun = state["begun"]
         self._num_draws = state["num_draws"]
         self._num_tokens = 0
@@ -217,7 +219,7 @@ class ExperiencePool:
             self._num_right.pop(prompt, None)
 
     def _buckets(self) -> dict[int, list[int]]:
-        """Return successes -> prompts with them that can be drawn, both in an order that a loaded pool has too."""
+        """Return successes -> prompts that can be drawn, both in an order that a loaded pool has too."""
         buckets: dict[int, list[int]] = {}
         for prompt, num_right in sorted(self._num_right.items()):
             if prompt not in self._drawn:
@@ -225,7 +227,7 @@ class ExperiencePool:
         return dict(sorted(buckets.items()))
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
-        """Return densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
+        """Return densities relative to the best bucket's, since all may underflow in large groups."""
         squares = [(num_right - self._group_size / 2) ** 2 for num_right in buckets]
         return [math.exp((min(squares) - square) / 2) for square in squares]
 
@@ -246,7 +248,7 @@ def make_pool(config: Config) -> ExperiencePool | None:
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return how many of the groups have a replayed sample, and the mean age of those in weight versions."""
+    """Return the number of groups with a replayed sample, and the samples' mean age in weight versions."""
     samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
     ages = [weight_version - int(sample.weight_versions.min()) for sample in samples]
     mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}

@@ -113,15 +113,15 @@ class Sampler:
         Responses that it has stay; new ones may go on with partial ones.
 
         Args:
-            group: as it was drawn, with what is finished of it: a replayed response too, if there is one.
-            n: responses, those that it has included.
-            params: how the new ones are sampled; each request gets a seed of its own.
+            group: as drawn, with its finished and replayed responses.
+            n: number of all responses.
+            params: of the new ones; each request gets a seed of its own.
             on_sample: called with each new response as soon as it is finished, whatever becomes of the others.
-            on_partial: called with what there is of a response of one turn that is not finished: the pool's
+            on_partial: called with an unfinished response of one turn: the pool's
                 `abort_requests` ended it, it waited for its reward, or it had begun before and did not go on.
             elsewhere: numbers of responses that the caller has; they are not sampled.
 
-        Raises NeedsSync or RolloutError where the servers do not answer, Aborted where requests were aborted. The
+        Raises NeedsSync or RolloutError if the servers do not answer, Aborted if requests were aborted. The
         first and the last of these are raised when the other responses are finished, or aborted too.
         """
         reasons: list[Aborted | NeedsSync] = []
@@ -208,7 +208,7 @@ class Sampler:
         return verdict if self._scorers is None else await self._scorers.combined(verdict, prompt, text)
 
     def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
-        """Return where the responses of a group wait for each other, if its reward function scores them together."""
+        """Return the meeting point of a group's responses, if its reward function scores them together."""
         if not self._rewards.scores_groups:
             return None
         prompt = group.prompt
@@ -219,13 +219,13 @@ class Sampler:
         return GroupVerdicts(score, {sample.number: sample.response_text for sample in group.samples}, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
-        """Return what follows the tokens, by the server that the budget names where that one can take it.
+        """Return the continuation of the tokens, preferably by the budget's server.
 
-        While the pool aborts requests what there is of an answer is one too, with the reason "abort".
-        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError where a server does not tell its experts.
+        While the pool aborts requests, a part of an answer counts as one, with the reason "abort".
+        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its experts.
         """
         experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
-        failures: dict[str, str] = {}  # url -> what went wrong there last
+        failures: dict[str, str] = {}  # url -> its last failure
         num_failures = 0
         while True:
             async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
@@ -261,7 +261,7 @@ class Sampler:
                     self._servers.mark_stale(server, reason)  # a stale server is not asked again, so this ends
                     continue
             failures[server.url] = reason
-            budget.seconds_left = seconds_left  # what the failed server took
+            budget.seconds_left = seconds_left  # the failed server costs nothing
             num_failures += 1
             if num_failures > self._keys.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
@@ -272,7 +272,7 @@ class Sampler:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
     def _fault(self, generation: Generation) -> str | None:
-        """Return why an answer cannot be taken, whatever its weight version; None where it can.
+        """Return why an answer cannot be taken, whatever its weight version; None if it can.
 
         One with numbers that cannot be counts as a request that failed: it is sent to another server, and a server's
         health checks say nothing of it.

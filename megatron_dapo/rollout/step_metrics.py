@@ -32,7 +32,7 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
 
 
 def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return {name: mean of values}; {} where there are none."""
+    """Return {name: mean of values}; {} without values."""
     numbers = list(values)
     return {name: sum(numbers) / len(numbers)} if numbers else {}
 
