@@ -21,6 +21,7 @@ from benchmarks.measure import in_turns, ratio_of
 from benchmarks.report import plain_table, written
 from benchmarks.synthetic_model import ModelSize, write_model
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -98,7 +99,7 @@ def background(case: Case) -> dict[str, float]:
 
 
 def _saver(case: Case, background: bool) -> tuple:
-    from megatron_dapo.checkpointing.saver import Retention, Saver
+    from megatron_dapo.checkpointing.saver import Saver
     from megatron_dapo.checkpointing.torch_dist.saving import save
 
     state = case.policy.state
@@ -107,7 +108,7 @@ def _saver(case: Case, background: bool) -> tuple:
         parts = {"optimizer": state.optimizer, "lr_schedule": state.lr_schedule}
         return [save(folder / "megatron", case.policy.model, case.layout, background=background, **parts)]
 
-    return Saver(SingleRank(), write_tensors, Retention()), case.empty() / "step_000001"
+    return Saver(SingleRank(), write_tensors, TrainerConfig()), case.empty() / "step_000001"
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -30,7 +30,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.controller import make_scorers
+from megatron_dapo.rollout.build_rollout import make_scorers
 from megatron_dapo.servers.run_servers import RunServers
 from tests.tiny_models import CHAT_TEMPLATE, make_tiny, make_tiny_classifier
 

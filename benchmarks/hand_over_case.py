@@ -112,6 +112,7 @@ class Answers:
 
     def _sample(self, uid: str, body: bytes, prompt: tuple[int, ...]) -> object:
         from megatron_dapo.rewards.reward_result import RewardResult
+        from megatron_dapo.rewards.shaping import unshaped
         from megatron_dapo.rollout import sampling
         from megatron_dapo.rollout.trajectory import Trajectory
         from megatron_dapo.servers import client
@@ -121,10 +122,7 @@ class Answers:
         add = getattr(trajectory, "add_model_turn", None) or trajectory.write  # type: ignore[attr-defined]
         add(client.generation_of(parse(body)))
         text = "x" * (CHARACTERS_PER_TOKEN * self._case.num_tokens)
-        values: dict = dict(uid=uid, number=0, trajectory=trajectory, text=text, shaping=None)
-        values["verdict"] = RewardResult(float(len(uid) % 2), True)
-        make = sampling._to_sample
-        return make(**{name: values[name] for name in inspect.signature(make).parameters})
+        return sampling._to_sample(uid, 0, trajectory, text, RewardResult(float(len(uid) % 2), True), unshaped)
 
 
 def _controller(case: HandOver, config: object, connection: object, log_file: str) -> None:

@@ -26,7 +26,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import Columns, content_key
 from megatron_dapo.data.prompt_files import read_rows
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.rollout.controller import load_dataset
+from megatron_dapo.rollout.build_rollout import load_dataset
 from megatron_dapo.storage.model_folder import ModelFolder
 
 _ROLLOUT = "actor_rollout_ref.rollout"

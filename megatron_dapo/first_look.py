@@ -57,7 +57,7 @@ def _data(config: Config) -> None:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> None:
-    from megatron_dapo.rollout.controller import load_dataset, load_train_prompts  # imports what talks to servers
+    from megatron_dapo.rollout.build_rollout import load_dataset, load_train_prompts  # imports what talks to servers
 
     datasets: list[PromptDataset] = [load_train_prompts(config, tokenizer, NUM_ROWS)]
     if config.data.val_files:

@@ -22,9 +22,7 @@ from megatron_dapo.data.samples import Group, drop_experts
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import device, is_gpu, peak_memory
 from megatron_dapo.platform.parallel import ParallelLayout
-from megatron_dapo.rollout.follower import RolloutFollower
-from megatron_dapo.rollout.handle import RolloutHandle
-from megatron_dapo.rollout.no_servers import NoServerRollout
+from megatron_dapo.rollout.batch_source import BatchSource
 from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.run_setup import (
     HANG_MARGIN_S,
@@ -53,7 +51,6 @@ from megatron_dapo.training.token_dumps import TokenDumps
 from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
-Rollout = RolloutHandle | NoServerRollout | RolloutFollower
 
 # beyond the rollout's own deadline, so that its error, which says what is missing, comes first
 _GRACE_S = 120.0
@@ -64,21 +61,22 @@ _SHOWN_SERVERS = 8
 
 
 class Job:
-    """This rank's parts of the run. Rank 0 leads the rollout and writes the metrics; the others follow."""
+    """This rank's parts of the run. Rank 0 has the rollout and writes the metrics."""
 
     def __init__(
         self,
         config: Config,
         layout: ParallelLayout,
         telemetry: Telemetry | NullTelemetry,
-        rollout: Rollout,
+        rollout: BatchSource | None,
         run: RunFolder,
         start: Start,
     ) -> None:
+        """Build the models. Collective. rollout: on rank 0, None elsewhere."""
         self.config = config
         self.layout = layout
         self.telemetry = telemetry
-        self.rollout = rollout
+        self._rollout = rollout
         self.run = run
         self.policy = Policy(config, layout, weight_loader(start, "model"))
         self.reference = make_reference(config, layout, self.policy, load_weights, telemetry.phase)
@@ -95,8 +93,8 @@ class Job:
         self._groups: list[Group] | None = None  # of the step, on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-        critics = [trained_model(CRITIC, critic) for critic in self.critic.models]
-        trained = Trained(trained_model(MEGATRON, self.policy), next(iter(critics), None), self.kl_controller, rollout)
+        critic = trained_model(CRITIC, self.critic.model) if self.critic.model is not None else None
+        trained = Trained(trained_model(MEGATRON, self.policy), critic, self.kl_controller, rollout)
         self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
     def _weight_sync(self) -> WeightSync:
@@ -176,7 +174,8 @@ class Job:
         limit = self._max_mismatch
         if limit is None or mean <= limit:  # not so where it is no number
             return
-        self.rollout.refuse_batch()
+        if self._rollout is not None:
+            self._rollout.refuse_batch()
         with self._saved_if_lost(step - 1):
             shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
             agreement = self.layout.agreement
@@ -259,7 +258,7 @@ class Job:
         self._validated_step = None
         updated = max(step, self._updated_step)
 
-        def answers(rollout: Rollout) -> dict[str, float]:
+        def answers(rollout: BatchSource) -> dict[str, float]:
             try:
                 return rollout.evaluate(step, weight_version=step)
             except NeedsSync as reason:
@@ -315,28 +314,27 @@ class Job:
         with self.telemetry.phase("save_model"):
             save_model(self.config, self.run, self.layout, self.policy.model)
 
-    def _ask_rollout(self, version: int, question: Callable[[Rollout], Answer]) -> Answer | None:
-        """Ask the rollout on rank 0, while the others wait. Raises RolloutError or UserError on all ranks.
+    def _ask_rollout(self, version: int, question: Callable[[BatchSource], Answer]) -> Answer | None:
+        """Ask the rollout and return its answer, on rank 0; the others wait and return None.
 
-        A server that came back without the current weights gets them first; then the question is asked again, which
-        loses nothing.
+        A server that came back without the current weights gets them first; then the question is asked
+        again, and nothing is lost. Raises RolloutError or UserError on all ranks.
         """
-        answers: list[Answer] = []
+        answer: Answer | None = None
 
         def needs_sync() -> bool:
+            nonlocal answer
+            assert self._rollout is not None, "rank 0 has the rollout"
             try:
-                answer = question(self.rollout)
+                answer = question(self._rollout)
             except NeedsSync:
                 return True
-            if getattr(answer, "needs_sync", False):
-                return True
-            answers.append(answer)
             return False
 
         agreement = self.layout.agreement.raising(RolloutError)
         for _ in range(_MAX_SYNCS):
             if not agreement.leader("rollout", needs_sync):
-                return answers[0] if answers else None
+                return answer
             self._num_rejoins += self.weights.push(version).num_rejoins
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
 
@@ -401,9 +399,10 @@ def running_job(config: Config) -> Iterator[Job]:
         start = locked_start(config, ranks, stack)
         # the controller first: it reads the prompts and waits for the servers while the models are built here
         is_leader = ranks.layout.rank == 0
-        rollout = start_rollout(config) if is_leader else RolloutFollower()
-        stack.callback(rollout.close)
-        ranks.watchdog.on_alarm = rollout.dump_stacks
+        rollout = start_rollout(config) if is_leader else None
+        if rollout is not None:
+            stack.callback(rollout.close)
+            ranks.watchdog.on_alarm = rollout.dump_stacks
         telemetry = open_telemetry(config, ranks, start) if is_leader else NullTelemetry()
         stack.callback(telemetry.close)
         job = Job(config, ranks.layout, telemetry, rollout, ranks.run, start)

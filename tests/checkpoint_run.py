@@ -9,8 +9,9 @@ from pathlib import Path
 from megatron_dapo.checkpointing.config_changes import config_to_plain
 from megatron_dapo.checkpointing.folders import remove_leftovers
 from megatron_dapo.checkpointing.resume import find_start
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.platform.agreement import SingleRank
 
 NUM_FILES, FILE_BYTES = 5, 40_000
@@ -63,7 +64,7 @@ def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
     state = read_weights(start.folder) if start.folder else weights_after(0)
     assert state == weights_after(start.step), "the weights are not those of their step"
     os.write(output, f"resumed {start.step}\n".encode())
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, state)], Retention(keep_last=2, keep_every=50))
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, state)], TrainerConfig(keep_last=2, keep_every=50))
     for step in range(start.step + 1, num_steps + 1):
         state = hashlib.sha256(state + str(step).encode()).digest()
         time.sleep(0.001)

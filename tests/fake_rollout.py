@@ -16,6 +16,7 @@ import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from megatron_dapo.common.rollout_errors import NeedsSync
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import RolloutBatch, Sample
@@ -414,12 +415,20 @@ def server_in_thread(script: Script | None = None) -> Iterator[FakeServer]:
         loop.close()
 
 
+async def needs_sync(batch: Awaitable[RolloutBatch]) -> bool:
+    try:
+        await batch
+    except NeedsSync:
+        return True
+    return False
+
+
 def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:
     """The body of a fixture: the folder with prompts and importable rewards, for a controller that waits for little."""
     write_files(folder, num_val=3)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
     yield folder
     sys.modules.pop("fake_rewards", None)
 

@@ -12,7 +12,7 @@ from examples.arithmetic.problems import BASE
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import make_cursor
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.rollout.controller import load_train_prompts
+from megatron_dapo.rollout.build_rollout import load_train_prompts
 
 # (prompt, answer, how often a model solved it)
 SUMS = [("1+1=", "2", 1.0), ("2+7=", "9", 0.9), ("17+5=", "22", 0.5), ("48+76=", "124", 0.1), ("96+87=", "183", 0.0)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpointing.manifest import MANIFEST, file_names, read_manifest, seal, write_manifest
-from megatron_dapo.checkpointing.state_file import OLD_SUFFIX, SUFFIX, read_state, write_state
+from megatron_dapo.checkpointing.state_file import SUFFIX, read_state, write_state
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import publish_folder, remove_folder, write_whole
 
@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer.json"
 CONTROLLER_STATE = f"controller{SUFFIX}"
-_OLD_CONTROLLER_STATE = f"controller{OLD_SUFFIX}"
-_LATER_STATE = re.compile(rf"controller\.(\d+)({re.escape(SUFFIX)}|{re.escape(OLD_SUFFIX)})")
+_LATER_STATE = re.compile(rf"controller\.(\d+){re.escape(SUFFIX)}")
 
 _STEP = re.compile(r"step_(\d{6,})")
 _STAGING = ".staging_"
@@ -153,13 +152,10 @@ def add_controller_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_controller_state(folder: Path) -> dict[str, Any]:
-    """Return the latest, also one of an earlier program; see `read_state`."""
+    """Return the latest state; see `read_state`."""
     names: Iterable[str] = read_manifest(folder).files if (folder / MANIFEST).exists() else ()
     later = max(names, key=_number_of, default="")
-    if _number_of(later):
-        return read_state(folder / later)
-    is_old = (folder / _OLD_CONTROLLER_STATE).exists()
-    return read_state(folder / (_OLD_CONTROLLER_STATE if is_old else CONTROLLER_STATE))
+    return read_state(folder / (later if _number_of(later) else CONTROLLER_STATE))
 
 
 def _number_of(name: str) -> int:

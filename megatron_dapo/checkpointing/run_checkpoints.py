@@ -12,7 +12,7 @@ from megatron_dapo.checkpointing.folders import add_controller_state, read_contr
 from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.checkpointing.resume import Start, contents_of, find_start, not_kept, report_lines
 from megatron_dapo.checkpointing.rollout_state import Rollout, restore_rollout
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
@@ -90,9 +90,7 @@ class RunCheckpoints:
         self._layout = layout
         self._trained = trained
         self._start = start
-        trainer = config.trainer
-        retention = Retention(trainer.keep_last, trainer.keep_every)
-        self._saver = Saver(layout.agreement, self._write_tensors, retention, contents_of(config))
+        self._saver = Saver(layout.agreement, self._write_tensors, config.trainer, contents_of(config))
         self._stop = StopRequest(run.stop, layout.agreement)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
         self._saved: int | None = None

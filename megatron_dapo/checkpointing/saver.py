@@ -22,15 +22,8 @@ from megatron_dapo.checkpointing.folders import (
 from megatron_dapo.checkpointing.manifest import FileRecord, file_names, seal, write_manifest
 from megatron_dapo.checkpointing.pending_save import PendingSave
 from megatron_dapo.checkpointing.resume import CONTENTS
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.platform.agreement import Agreement
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The checkpoints to keep; see `folders.retire`."""
-
-    keep_last: int | None = None
-    keep_every: int | None = None
 
 
 @dataclass
@@ -51,19 +44,19 @@ class Saver:
         self,
         agreement: Agreement,
         write_tensors: Callable[[Path], Sequence[PendingSave]],
-        retention: Retention,
+        trainer: TrainerConfig,
         contents: Sequence[str] = CONTENTS,
     ) -> None:
         """Begin nothing yet.
 
         Args:
-            write_tensors: begins to write models, optimizers and random state into a checkpoint
-                folder.
+            write_tensors: begins to write models, optimizers and random state into a checkpoint folder.
+            trainer: says which checkpoints stay; see `folders.retire`.
             contents: the parts that the manifest names.
         """
         self._agreement = agreement
         self._write_tensors = write_tensors
-        self._retention = retention
+        self._trainer = trainer
         self._contents = contents
         self._saving: _Saving | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint-checksums")
@@ -125,7 +118,7 @@ class Saver:
             def put_in_place() -> None:
                 write_manifest(saving.staged, self._contents, files)
                 publish(saving.staged, saving.final)
-                retire(saving.final, self._retention.keep_last, self._retention.keep_every)
+                retire(saving.final, self._trainer.keep_last, self._trainer.keep_every)
 
             self._agreement.leader(f"publishing {saving.final}", put_in_place)
         self._saving = None

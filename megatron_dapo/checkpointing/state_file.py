@@ -5,7 +5,6 @@ text such as {"__array__": ["int32", 0, 512]} stands for a part of these. If the
 themselves, `key` is the longer one in use.
 """
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors.numpy import load, save
 from megatron_dapo.common.files import write_whole
 
 SUFFIX = ".safetensors"
-OLD_SUFFIX = ".json.gz"  # of a program that wrote lists
 
 _ARRAY = "__array__"
 _DTYPES = ("float32", "int32", "uint8", "uint16")
@@ -29,11 +27,11 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the data of `write_state`, or of an earlier program's JSON with lists for arrays.
-    Tuples come back as lists. Raises FileNotFoundError, and ValueError for a damaged file."""
+    """Return what `write_state` wrote, with lists for tuples.
+
+    Raises FileNotFoundError, and ValueError for a damaged file.
+    """
     content = path.read_bytes()
-    if path.name.endswith(OLD_SUFFIX):
-        return json.loads(gzip.decompress(content))
     try:
         return from_bytes(content)
     except (SafetensorError, KeyError, RecursionError) as error:

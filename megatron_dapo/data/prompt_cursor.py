@@ -77,10 +77,14 @@ class PromptCursor:
         self._difficulties = difficulties
         self._is_measured = is_measured
         self._rates: dict[int, float] = {}
-        self._identity = {"num_prompts": num_prompts, "seed": seed, "shuffle": shuffle, "content": content}
         curriculum = "measured" if is_measured else _digest(difficulties) if difficulties else "none"
-        if curriculum != "none":  # so that states of runs without one stay as they were
-            self._identity["curriculum"] = curriculum
+        self._identity = {
+            "num_prompts": num_prompts,
+            "seed": seed,
+            "shuffle": shuffle,
+            "content": content,
+            "curriculum": curriculum,
+        }
         self._epoch = 0
         self._position = 0
         self._order: list[int] = []  # of the epoch; made with its first draw, when the rates of the last one are known
@@ -132,10 +136,9 @@ class PromptCursor:
         if "mixture" in state:
             raise UserError(f"data.mixture was set when the checkpoint was written and is empty now; {_CANNOT_GO_ON}")
         changed = [
-            f"{words[name]} was {state.get(name, 'none')} when the checkpoint was written and is {value} now; "
-            f"{_CANNOT_GO_ON}"
-            for name, value in {"curriculum": "none", **self._identity}.items()
-            if state.get(name, "none" if name == "curriculum" else value) != value
+            f"{words[name]} was {state[name]} when the checkpoint was written and is {value} now; {_CANNOT_GO_ON}"
+            for name, value in self._identity.items()
+            if state[name] != value
         ]
         if changed:
             raise UserError(changed)

@@ -94,8 +94,10 @@ class Sample(TokenRecord):
 
 @dataclass(frozen=True, eq=False)
 class PartialResponse(TokenRecord):
-    """The beginning of a response of one turn that a stop ended; another request goes on with it. The arrays are [L],
-    its length."""
+    """The beginning of a response of one turn, interrupted by a stop; another request goes on with it.
+
+    The arrays are [L], its length.
+    """
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {"tokens": TOKEN, "log_probs": LOG_PROB, "weight_versions": VERSION}
 
@@ -108,22 +110,15 @@ class PartialResponse(TokenRecord):
 
 @dataclass(frozen=True)
 class Group:
-    """One use of a prompt, and the n responses to it: while they are sampled a replayed one, and those finished.
+    """One use of a prompt, and the responses to it."""
 
-    uid: new for every use, so that a prompt that is drawn twice makes two groups.
-    baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
-    keep: False where dynamic sampling found no signal and masks the group: it is trained on with advantages of 0.
-    version: of the weights that the servers had confirmed when the prompt was drawn; no new token is older.
-    partials: what an open group has of responses that are not finished, when it is not being sampled.
-    """
-
-    uid: str
+    uid: str  # new for every use: a prompt that is drawn twice makes two groups
     prompt: Prompt
-    samples: tuple[Sample, ...] = ()
-    baseline_reward: float | None = None
-    keep: bool = True
-    version: int = 0
-    partials: tuple[PartialResponse, ...] = ()
+    samples: tuple[Sample, ...] = ()  # finished ones, and a replayed one
+    baseline_reward: float | None = None  # shaped reward of a greedy answer, for the estimator remax
+    keep: bool = True  # False: masked by dynamic sampling; trained on with advantages of 0
+    version: int = 0  # confirmed weights of the servers at the draw; no new token is older
+    partials: tuple[PartialResponse, ...] = ()  # unfinished responses of an open group, while it is not sampled
 
 
 def drop_experts(groups: list[Group]) -> None:
@@ -136,19 +131,13 @@ def drop_experts(groups: list[Group]) -> None:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one rollout step hands to the trainer.
+    """The result of one rollout step, for the trainer."""
 
-    groups: those that the step trains on. metrics: flat floats by their public names (reward, filter, length).
-    needs_sync: a server came back without the current weights; push them and call again, nothing was lost.
-    """
-
-    groups: tuple[Group, ...]
-    metrics: dict[str, float]
-    needs_sync: bool = False
+    groups: tuple[Group, ...]  # to train on
+    metrics: dict[str, float]  # by their public names
 
     def with_texts_of(self, num_groups: int) -> "RolloutBatch":
-        """Return the same with the responses' texts of the first groups alone: the trainer shows some of them, and
-        reads tokens."""
+        """Return the same without the responses' texts of later groups: the trainer shows a few, and reads tokens."""
         rest = (
             replace(group, samples=tuple(sample.without_text() for sample in group.samples))
             for group in self.groups[num_groups:]

@@ -1,13 +1,13 @@
-"""How many prompts may be drawn now. Pure: plain numbers in, plain numbers out.
+"""Limits the prompts that may be drawn now. Pure: plain numbers in, plain numbers out.
 
-The trainer pushes its weights once per rollout step: version 0, or after a resume that of the last step done, before
-the first step; version s after step s, in the critic's warm-up too. So step s is asked for when the servers hold
-version s - 1, and a token that version w wrote and step s trains on is s - 1 - w versions old.
+The trainer pushes its weights once per rollout step: before the first step version 0, or after a resume
+the number of the last step; after step s version s, also in the critic's warm-up. So servers hold version
+s - 1 when step s is asked for, and its tokens of version w are s - 1 - w versions old.
 """
 
 import math
 
-_NUM_DEVIATIONS = 1.5  # of the number of groups with signal that a wave may lack: one in 15 is followed by another
+_NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs another
 
 
 def paced(
@@ -38,15 +38,16 @@ def paced(
 
 
 def wave_size(*, size: int, num_ready: int, gen_batch_size: int, acceptance: float) -> int:
-    """Return how many prompts to draw at once for a step that its own weights have to write, when nothing is open.
+    """Return the number of prompts to draw at once for a step, with `max_staleness` 0 and nothing open.
 
-    The smallest number that gives the missing groups although it lacks 1.5 standard deviations of a binomial
-    distribution, at most gen_batch_size. Another wave for a few groups takes as long as the longest response of this
-    one; some more prompts cost little.
+    The smallest number that gives the missing groups even 1.5 standard deviations (binomial) below its
+    mean, at most gen_batch_size. Another wave for a few groups takes as long as the longest response of
+    this one; some more prompts cost little.
 
     Args:
-        size: groups per step; num_ready: those of them that are there.
-        gen_batch_size: the most that are drawn at once.
+        size: groups per step.
+        num_ready: groups that the step has.
+        gen_batch_size: the most draws at once.
         acceptance: share of groups with signal, 0 to 1; 0 = none was seen yet.
 
     n a - z sqrt(n a (1 - a)) = missing is a quadratic equation in sqrt(n).

@@ -1,7 +1,7 @@
-"""Experience replay: correct trajectories of earlier steps, of which groups borrow one (ExGRPO, arXiv 2510.02245).
+"""Experience replay: groups borrow a correct trajectory of earlier steps (ExGRPO, arXiv 2510.02245).
 
-Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which trains on the
-dumped batches of a whole run again; those may hold samples that had been replayed by this module.
+Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which
+trains on the dumped batches of a run again; they may hold samples replayed by this module.
 """
 
 import math
@@ -13,46 +13,23 @@ import numpy as np
 
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.schema.exp_manager import ExperienceReplayConfig
 from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.queue.plain_data import sample_from_plain, sample_to_plain
 
 
 @dataclass(frozen=True)
-class ReplayRules:
-    """When and how much is replayed.
-
-    group_size: responses per prompt, the replayed one included. start_ratio: share of right responses in a step with
-    which replay begins. exp_ratio: share of a gen batch's prompts that are replayed. Bounds of the pool: trajectories
-    per prompt, and tokens in all, of prompts and responses.
-    """
-
-    group_size: int
-    start_ratio: float
-    exp_ratio: float
-    max_trajectories_per_prompt: int
-    max_tokens: int
-
-    def num_replayed(self, gen_batch_size: int) -> int:
-        """Return how many prompts of a gen batch are replayed."""
-        return math.floor(self.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
-
-
-@dataclass(frozen=True)
 class RecordedGroup:
-    """What the pool keeps of a group until its step ends.
+    """A generated group, as the pool keeps it until its step ends."""
 
-    prompt: its index. num_right: its right responses. experiences: those of them that may be replayed, none where all
-    responses were right (is_solved).
-    """
-
-    prompt: int
-    num_right: int
-    is_solved: bool
-    experiences: tuple[Sample, ...]
+    prompt: int  # its index
+    num_right: int  # right responses
+    is_solved: bool  # all responses were right
+    experiences: tuple[Sample, ...]  # right responses that may be replayed; none if it is solved
 
     @classmethod
     def of(cls, group: Group) -> "RecordedGroup":
-        """Return what is kept of a finished group."""
+        """Return the record of a finished group."""
         num_right = sum(sample.correct for sample in group.samples)
         if num_right == len(group.samples):
             return cls(group.prompt.index, num_right, True, ())
@@ -67,25 +44,27 @@ class RecordedGroup:
 
     @classmethod
     def from_plain(cls, plain: dict) -> "RecordedGroup":
-        """Return what `to_plain` described."""
+        """Return the record of `to_plain`."""
         return cls(**{**plain, "experiences": tuple(sample_from_plain(sample) for sample in plain["experiences"])})
 
 
 def mean_entropy(sample: Sample) -> float:
-    """Return the mean -log-prob of the tokens that the model wrote, as it wrote them."""
+    """Return the mean of -log-prob over the tokens of the model, as sampled."""
     own = sample.rollout_log_probs[sample.loss_mask != 0]
     return -float(own.mean(dtype=np.float64))
 
 
 class ExperiencePool:
-    """Experiences by prompt: correct trajectories with the log-probs and weight versions that their server gave them.
+    """Experiences by prompt: correct trajectories with their server's log-probs and weight versions.
 
-    A prompt is retired for good once all responses of a group of it were right. Where a bound is passed, what was
-    recorded first leaves first. Nothing but the seed and what was recorded decides what is drawn.
+    A prompt is retired for good once all responses of one of its groups were right. At a bound the oldest
+    experience leaves first. Draws depend on the seed and the recorded groups alone.
     """
 
-    def __init__(self, rules: ReplayRules, seed: int) -> None:
-        self.rules = rules
+    def __init__(self, keys: ExperienceReplayConfig, group_size: int, seed: int) -> None:
+        """group_size: responses per prompt, the replayed one included."""
+        self._keys = keys
+        self._group_size = group_size
         self._seed = seed
         self._begun = False
         self._num_draws = 0
@@ -103,46 +82,48 @@ class ExperiencePool:
         self._recorded: list[RecordedGroup] = []  # of the step under way
 
     def record(self, groups: Sequence[Group]) -> None:
-        """Take in groups that the step under way generated, of which nothing is drawn before it ends. Fresh samples
-        alone decide whether replay begins; replayed ones count among the successes of their group."""
+        """Take in groups of the step under way; nothing of them is drawn before it ends.
+
+        Only fresh samples decide whether replay begins; replayed ones count as successes of their group.
+        """
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         self._num_fresh += len(fresh)
         self._num_fresh_right += sum(sample.correct for sample in fresh)
         self._recorded += [RecordedGroup.of(group) for group in groups]
 
     def end_step(self, dealt_later: Collection[int] = ()) -> None:
-        """Take what the step recorded into the pool, from which the next step may draw it.
+        """Take the step's recorded groups into the pool, for the next step.
 
-        dealt_later: prompts that were drawn, and whose groups are generated in the next step; not drawn in that again.
+        dealt_later: drawn prompts whose groups are generated in the next step; it does not draw them again.
         """
-        if self._num_fresh and self._num_fresh_right >= self.rules.start_ratio * self._num_fresh:
+        if self._num_fresh and self._num_fresh_right >= self._keys.replay_start_ratio * self._num_fresh:
             self._begun = True
         for recorded in self._recorded:
             self._take_in(recorded)
-        while self._num_tokens > self.rules.max_tokens:
+        while self._num_tokens > self._keys.max_pool_tokens:
             self._remove(next(iter(self._experiences)))
         self.forget_step(dealt_later)
 
     def forget_step(self, dealt_later: Collection[int] = ()) -> None:
-        """Forget what the step under way recorded and drew: it begins anew, with prompts that were drawn before it."""
+        """Forget the records and draws of the step under way: it begins anew, with earlier draws."""
         self._num_fresh = 0
         self._num_fresh_right = 0
         self._recorded = []
         self._drawn = set(dealt_later)
 
     def is_retired(self, prompt: int) -> bool:
-        """Return whether the prompt is replayed no more."""
+        """Return whether the prompt is retired."""
         return prompt in self._retired
 
     def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
         """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
 
-        None before replay begins, fewer than `exp_ratio` where the pool has no more prompts. No prompt twice in a step,
-        which ends with `end_step`: a small pool would fill a step of several gen batches with the same few
-        trajectories.
+        None before replay begins; fewer than `exp_ratio` from a small pool. No prompt comes twice in a
+        step, which ends with `end_step`: else a small pool would fill a step with the same trajectories.
 
-        A bucket of prompts with k successes is chosen with the density at k of a normal distribution around half the
-        group size, with deviation 1; a prompt of it uniformly; of its experiences that of least entropy.
+        First a bucket of prompts with k successes is chosen, with the density at k of a normal
+        distribution around half the group size with deviation 1; then a prompt of it, uniformly; then its
+        experience of least entropy.
         """
         if not self._begun:
             return []
@@ -150,7 +131,8 @@ class ExperiencePool:
         buckets = self._buckets()
         self._num_draws += 1
         chosen: list[int] = []
-        while buckets and len(chosen) < self.rules.num_replayed(gen_batch_size):
+        num_replayed = math.floor(self._keys.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
+        while buckets and len(chosen) < num_replayed:
             (num_right,) = draw.choices(list(buckets), self._weights(buckets))
             prompts = buckets[num_right]
             chosen.append(prompts.pop(draw.randrange(len(prompts))))
@@ -160,7 +142,7 @@ class ExperiencePool:
         return [(prompt, self._least_entropy(prompt)) for prompt in chosen]
 
     def metrics(self) -> dict[str, float]:
-        """Return what the pool holds, in numbers."""
+        """Return the sizes of the pool."""
         return {
             "replay/num_prompts": len(self._of_prompt),
             "replay/num_trajectories": len(self._experiences),
@@ -187,7 +169,7 @@ class ExperiencePool:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved pool stood."""
+        """Continue from a saved pool."""
         self._begun = state["begun"]
         self._num_draws = state["num_draws"]
         self._num_tokens = 0
@@ -198,9 +180,9 @@ class ExperiencePool:
         self._num_recorded = state["num_recorded"]
         self._num_right = {prompt: num_right for prompt, num_right in state["num_right"]}
         self._retired = set(state["retired"])
-        self._drawn = set(state.get("drawn", ()))
-        self._num_fresh, self._num_fresh_right = state.get("num_fresh", (0, 0))
-        self._recorded = [RecordedGroup.from_plain(plain) for plain in state.get("outcomes", ())]
+        self._drawn = set(state["drawn"])
+        self._num_fresh, self._num_fresh_right = state["num_fresh"]
+        self._recorded = [RecordedGroup.from_plain(plain) for plain in state["outcomes"]]
 
     def _take_in(self, group: RecordedGroup) -> None:
         prompt = group.prompt
@@ -223,7 +205,7 @@ class ExperiencePool:
         self._experiences[number] = sample
         self._prompt_of[number] = prompt
         self._num_tokens += sample.num_tokens
-        if len(numbers) > self.rules.max_trajectories_per_prompt:
+        if len(numbers) > self._keys.max_trajectories_per_task:
             self._remove(numbers[0])
 
     def _remove(self, number: int) -> None:
@@ -237,7 +219,7 @@ class ExperiencePool:
             self._num_right.pop(prompt, None)
 
     def _buckets(self) -> dict[int, list[int]]:
-        """Return successes -> prompts with them that can be drawn, both in an order that a loaded pool has too."""
+        """Return successes -> prompts that can be drawn, both in an order that a loaded pool has too."""
         buckets: dict[int, list[int]] = {}
         for prompt, num_right in sorted(self._num_right.items()):
             if prompt not in self._drawn:
@@ -245,8 +227,8 @@ class ExperiencePool:
         return dict(sorted(buckets.items()))
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
-        """Return densities relative to the best bucket's: where groups are large, all may be 0 in floating point."""
-        squares = [(num_right - self.rules.group_size / 2) ** 2 for num_right in buckets]
+        """Return densities relative to the best bucket's, since all may underflow in large groups."""
+        squares = [(num_right - self._group_size / 2) ** 2 for num_right in buckets]
         return [math.exp((min(squares) - square) / 2) for square in squares]
 
     def _least_entropy(self, prompt: int) -> Sample:
@@ -259,22 +241,14 @@ class ExperiencePool:
 
 
 def make_pool(config: Config) -> ExperiencePool | None:
-    """Return the run's pool, None where nothing is replayed."""
+    """Return the run's pool; None without experience replay."""
     if not uses_experience_replay(config):
         return None
-    keys = config.exp_manager.experience_replay
-    rules = ReplayRules(
-        group_size=config.actor_rollout_ref.rollout.n,
-        start_ratio=keys.replay_start_ratio,
-        exp_ratio=keys.exp_ratio,
-        max_trajectories_per_prompt=keys.max_trajectories_per_task,
-        max_tokens=keys.max_pool_tokens,
-    )
-    return ExperiencePool(rules, config.data.seed)
+    return ExperiencePool(config.exp_manager.experience_replay, config.actor_rollout_ref.rollout.n, config.data.seed)
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return how many of the groups have a replayed sample, and the mean age of those in weight versions."""
+    """Return the number of groups with a replayed sample, and the samples' mean age in weight versions."""
     samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
     ages = [weight_version - int(sample.weight_versions.min()) for sample in samples]
     mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}

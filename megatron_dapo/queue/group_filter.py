@@ -1,4 +1,4 @@
-"""The rules by which groups carry signal or not, by the names of the config; and the queue that acts on them."""
+"""The rules that tell whether a group carries signal, by the config's names; and the queue with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,10 +38,10 @@ FILTER_METRICS: dict[str, str] = {
 
 
 def has_spread(values: Sequence[float]) -> bool:
-    """Return whether a group's metric tells its responses apart (its standard deviation is not 0).
+    """Return whether a group's metric has a standard deviation above 0.
 
-    A group of one always passes, as in verl. Equality, not a computed deviation: that of equal numbers can differ from
-    0 by rounding.
+    A group of one always passes, as in verl. Values are compared, since the computed deviation of equal
+    numbers can differ from 0 by rounding.
     """
     return len(values) == 1 or any(value != values[0] for value in values)
 
@@ -52,13 +52,13 @@ def by_correctness(mode: str) -> FilterReason:
 
 
 def by_spread(metric: str) -> FilterReason:
-    """Return the rule of a `filter_groups.metric`; its reason is uniform, where the metric's deviation is 0."""
+    """Return the rule of a `filter_groups.metric`; its reason is uniform: the metric's deviation is 0."""
     name = FILTER_METRICS[metric]
     return lambda samples: None if has_spread([getattr(sample, name) for sample in samples]) else "uniform"
 
 
 def make_queue(config: Config) -> GroupQueue:
-    """Return the queue that the config asks for: without dynamic sampling one gen batch of which nothing is dropped."""
+    """Return the queue of the config; without dynamic sampling one gen batch, of which nothing is dropped."""
     dynamic = config.algorithm.dapo.dynamic_sampling
     groups = config.algorithm.filter_groups
     size = config.data.train_batch_size
@@ -85,7 +85,7 @@ def make_queue(config: Config) -> GroupQueue:
 
 
 def filter_in_words(config: Config) -> str:
-    """Return how groups are filtered, as the log says it: "strict mode"."""
+    """Return the rule in the words of the log: "strict mode"."""
     groups = config.algorithm.filter_groups
     dynamic = config.algorithm.dapo.dynamic_sampling
     return f"filter_groups metric {groups.metric}" if groups.enable else f"{dynamic.filter_mode} mode"

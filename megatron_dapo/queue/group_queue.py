@@ -1,7 +1,7 @@
-"""The queue of groups between sampling and training: draws in their order, and the batches that they make.
+"""The queue of groups between sampling and training: draws in their order, and batches of them.
 
-Pure: no servers, no clock, no files. Every prompt that was drawn is, at any time, in exactly one place (`Account`):
-handed out, filtered, discarded, ready, or open; of those that are out of the queue it has counts alone.
+Pure: no servers, no clock, no files. At any time every drawn prompt is in exactly one place (`Account`):
+handed out, filtered, discarded, ready or open. Groups that left the queue are only counted.
 """
 
 from collections import Counter
@@ -12,58 +12,48 @@ from itertools import takewhile
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 from megatron_dapo.queue import admission
-from megatron_dapo.queue.plain_data import (
-    UNKNOWN_VERSION,
-    draw_from_plain,
-    draw_to_plain,
-    group_from_plain,
-    group_to_plain,
-)
+from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
 from megatron_dapo.queue.step_statistics import RolloutStep
 
-FilterReason = Callable[[Sequence[Sample]], str | None]  # a group's samples -> why it has no signal, None = it has
+FilterReason = Callable[[Sequence[Sample]], str | None]
+"""A group's samples -> why it has no signal; None if it has."""
 
-_MEMORY = 0.75  # of the acceptance: what a step counts for, after another one
+_MEMORY = 0.75  # weight of a step in the acceptance, relative to the step after it
 
 
 @dataclass(frozen=True)
 class QueueLimits:
     """Sizes and rules of a `GroupQueue`.
 
-    train_batch_size: groups per step; gen_batch_size: prompts per gen batch. max_num_gen_batches (0 or less: no limit)
-    and on_exhausted: what ends a step early; section: where the config says so. masks: groups without signal stay in
-    the step, marked, instead of being dropped. max_staleness: weight versions between the oldest new token of a group
-    and the step that trains on it. total_steps: of the run.
+    A record of its own, not a config section: the rules come from four sections, of which two exclude
+    each other (`make_queue`), and the plan simulates a queue without a config.
     """
 
-    train_batch_size: int
-    gen_batch_size: int
-    max_num_gen_batches: int = 1
-    on_exhausted: str = "raise"
-    masks: bool = False
-    section: str = "algorithm.dapo.dynamic_sampling"
-    max_staleness: int = 0
-    total_steps: int = 1 << 62
+    train_batch_size: int  # groups per step
+    gen_batch_size: int  # prompts per gen batch
+    max_num_gen_batches: int = 1  # of a step; 0 or less = no limit
+    on_exhausted: str = "raise"  # at that limit: or "train_partial"
+    masks: bool = False  # groups without signal stay in the step, marked, instead of being dropped
+    section: str = "algorithm.dapo.dynamic_sampling"  # of the config, for messages
+    max_staleness: int = 0  # weight versions between a group's oldest new token and the step that trains on it
+    total_steps: int = 1 << 62  # of the run
 
     @property
     def max_draws(self) -> int:
-        """Return how many draws one batch may take."""
+        """Return the most draws that one batch may take."""
         return self.max_num_gen_batches * self.gen_batch_size if self.max_num_gen_batches > 0 else 1 << 62
 
 
 @dataclass(frozen=True)
 class Account:
-    """What became of all draws of a run: numbers of groups.
-
-    ready: they have signal and wait for their step. open: it is not decided yet whether they have.
-    """
+    """The places of all draws of a run, in groups."""
 
     num_drawn: int
-    num_handed: int
-    num_filtered: int
-    num_discarded: int
-    num_ready: int
-    num_open: int
+    num_handed: int  # to the trainer
+    num_filtered: int  # dropped without signal
+    num_discarded: int  # too old, or more than a step needs
+    num_ready: int  # with signal, waiting for their step
+    num_open: int  # not decided yet
 
     @property
     def is_closed(self) -> bool:
@@ -75,16 +65,17 @@ class Account:
 class GroupQueue:
     """Draws, and the batches of groups that they make.
 
-    `draw` -> `add_sample` as responses come -> `add_finished` -> `decide` -> `take` while a step `is_ready`; `begin`
-    says which step is asked for, with which weights.
+    `draw` -> `add_sample` for each response -> `add_finished` -> `decide` -> `take` once a step
+    `is_ready`; `begin` names the step that is asked for, and its weights.
 
-    Whether a group has signal is decided in the order of the draws: who answers first has no say in what is trained on.
-    Groups with signal make batches of `train_batch_size`, one after the other. A batch that took `max_draws` draws and
-    is not full is exhausted: `on_exhausted` hands it out as it is, or ends the run.
+    Groups are decided on in the order of the draws: the order of answers has no effect on training.
+    Groups with signal make batches of `train_batch_size`, one after the other. A batch that took
+    `max_draws` draws and is not full is exhausted: `on_exhausted` hands it out as it is, or ends the run.
 
-    Each step is one weight version later than the last. With `max_staleness` 0 a step is trained on the weights that
-    wrote it: prompts are drawn in waves, and what a wave has too much of is discarded when the step ends, the last
-    draws first. With more, prompts are drawn one by one as `admission.paced` allows, and nothing is discarded.
+    Each step is one weight version later than the last. With `max_staleness` 0 a step trains the weights
+    that wrote it: prompts are drawn in waves, and surplus groups are discarded when the step ends, the
+    last draws first. Above 0 prompts are drawn one by one as `admission.paced` allows, and nothing is
+    discarded.
     """
 
     def __init__(self, limits: QueueLimits, filter_reason: FilterReason) -> None:
@@ -92,43 +83,43 @@ class GroupQueue:
         self._filter_reason = filter_reason
         self._num_drawn = 0
         self._gone: Counter[str] = Counter()  # handed | filtered | discarded -> groups, in the run
-        self._batches: list[list[Group]] = []  # those that are full, or exhausted
+        self._batches: list[list[Group]] = []  # full or exhausted
         self._kept: list[Group] = []  # of the batch that is being filled
         self._num_draws_used = 0  # by that batch
-        self._open: dict[str, Group] = {}  # uid -> group with the samples that it has, in the order drawn
+        self._open: dict[str, Group] = {}  # uid -> group with its samples so far, in the order drawn
         self._finished: set[str] = set()  # uids of open groups that have all their samples
-        self._steps: list[RolloutStep] = []  # the one that is asked for, and those that are decided on ahead of it
-        self._weight_version = 0  # with which the step was asked for
-        self._num_steps: int | None = None  # number of the last step that was handed out; None: not known yet
+        self._steps: list[RolloutStep] = []  # the step that is asked for, and those filled ahead of it
+        self._weight_version = 0  # of the step that is asked for
+        self._num_steps: int | None = None  # number of the last step handed out; None before `begin`
         self._num_recent = [0.0, 0.0]  # groups with signal, and groups decided: sums over steps that fade
 
     # ------------------------------------------------------------------------------------------------ what there is
 
     @property
     def num_ready(self) -> int:
-        """Return the number of groups with signal that wait."""
+        """Return the number of waiting groups with signal."""
         return sum(map(len, self._batches)) + len(self._kept)
 
     @property
     def num_open(self) -> int:
-        """Return the number of draws of which it is not decided whether they have signal."""
+        """Return the number of draws that are not decided on."""
         return len(self._open)
 
     @property
     def num_groups_wanted(self) -> int:
-        """Return how many groups the next step still needs, not counting open ones."""
+        """Return the number of groups that the next step lacks; open ones do not count."""
         return 0 if self._batches else self.limits.train_batch_size - len(self._kept)
 
     @property
     def num_steps(self) -> int | None:
-        """Return the number of the last step that was handed out; None before the first `begin`."""
+        """Return the number of the last step handed out; None before the first `begin`."""
         return self._num_steps
 
     @property
     def acceptance(self) -> float:
-        """Return the share of recent groups that had signal: in the last few steps, by the order of draws.
+        """Return the share of groups with signal in the last few steps.
 
-        As long as none was decided it is that with which a gen batch fills a step.
+        Before the first decision: the share with which one gen batch fills a step.
         """
         num_kept, num_decided = self._num_recent
         first = min(self.limits.train_batch_size / self.limits.gen_batch_size, 1.0)
@@ -136,7 +127,7 @@ class GroupQueue:
 
     @property
     def account(self) -> Account:
-        """Return what became of all draws."""
+        """Return the places of all draws."""
         return Account(
             num_drawn=self._num_drawn,
             num_handed=self._gone["handed"],
@@ -153,7 +144,7 @@ class GroupQueue:
 
     @property
     def open_groups(self) -> list[Group]:
-        """Return all open groups in the order drawn, with the samples that they have."""
+        """Return all open groups in the order drawn, with their samples so far."""
         return list(self._open.values())
 
     def is_finished(self, uid: str) -> bool:
@@ -163,8 +154,10 @@ class GroupQueue:
     # ------------------------------------------------------------------------------------------------ what is allowed
 
     def may_start(self, position: int, weight_version: int) -> bool:
-        """Return whether the open group at this position, or a draw that would get it, may be sampled now by servers
-        that hold weight_version (`admission.paced`)."""
+        """Return whether the open group at this position may be sampled by weight_version (`admission.paced`).
+
+        Also for a draw that would get the position.
+        """
         return self._num_steps is not None and admission.paced(
             num_steps=self._num_steps,
             size=self.limits.train_batch_size,
@@ -176,7 +169,7 @@ class GroupQueue:
         )
 
     def next_wave(self) -> int:
-        """Return how many prompts to draw for the step that is asked for, where `max_staleness` is 0."""
+        """Return the number of prompts to draw now for the step; only with `max_staleness` 0."""
         if self._open or self._batches:
             return 0
         size = admission.wave_size(
@@ -190,9 +183,9 @@ class GroupQueue:
     # ------------------------------------------------------------------------------------------------ draws
 
     def draw(self, prompt: Prompt, weight_version: int, replayed: Sample | None = None) -> Group:
-        """Take in the next prompt that is drawn; return its open group.
+        """Open a group for a drawn prompt and return it.
 
-        weight_version: that the servers hold. replayed: the trajectory that the group borrows, if any.
+        weight_version: of the servers. replayed: a trajectory that the group borrows.
         """
         uid = f"{self._num_drawn:08d}-{prompt.index}"
         samples = (replace(replayed, uid=uid, exp_mask=True, number=0),) if replayed else ()
@@ -201,9 +194,11 @@ class GroupQueue:
         return self._open[uid]
 
     def renew(self, uid: str, weight_version: int) -> Group:
-        """Return an open group that is to be sampled now, with its partial responses, which are not held here any more.
-        One that would be too old when its step comes begins anew with weight_version. So may a group be of a state that
-        was saved with a larger `max_staleness`."""
+        """Hand out an open group to be sampled, with its partial responses.
+
+        A group that would be too old for its step begins anew with weight_version; a state saved with a
+        larger `max_staleness` may hold such groups.
+        """
         group = self._open[uid]
         assert self._num_steps is not None, "begin() comes first"
         num_before = self._num_places_taken + list(self._open).index(uid)
@@ -214,7 +209,7 @@ class GroupQueue:
         return group
 
     def add_partial(self, uid: str, partial: PartialResponse) -> None:
-        """Take in what there is of a response of an open group that is not sampled any more."""
+        """Take in an unfinished response of an open group whose sampling ended."""
         group = self._open[uid]
         self._open[uid] = replace(group, partials=(*group.partials, partial))
 
@@ -237,15 +232,15 @@ class GroupQueue:
 
     @property
     def finished_head(self) -> list[Group]:
-        """Return the finished groups that `decide` would look at, in the order drawn."""
+        """Return the groups that `decide` would decide on, in the order drawn."""
         if self._is_exhausted or (self.limits.max_staleness == 0 and self.num_unfinished):
             return []
         return list(takewhile(lambda group: group.uid in self._finished, self._open.values()))
 
     def decide(self) -> list[Group]:
-        """Decide on the finished groups at the head of the draws, with `max_staleness` 0 on a wave when it is finished.
+        """Decide on the finished groups at the head of the draws; with `max_staleness` 0 on finished waves.
 
-        Returns them in the order drawn; those that are dropped are not held here any more.
+        Returns them in the order drawn, and keeps no dropped ones.
         """
         decided: list[Group] = []
         for group in self.finished_head:
@@ -289,27 +284,25 @@ class GroupQueue:
         return self._steps[0]
 
     def _step_of_decisions(self) -> RolloutStep:
-        """Return the step that counts the next decision: that of the batch which is being filled. With `max_staleness`
-        0 it is the one that is asked for, whatever its wave has too much of."""
+        """Return the step of the batch that is being filled; it counts the next decision.
+
+        With `max_staleness` 0 it is the step that is asked for, whatever the surplus of its wave.
+        """
         index = len(self._batches) if self.limits.max_staleness else 0
         while len(self._steps) <= index:
             self._steps.append(RolloutStep(number=self._step.number + len(self._steps)))
         return self._steps[index]
 
     def begin(self, step: int, weight_version: int) -> None:
-        """Say that this step is asked for, with these weights; again after a push.
+        """Ask for a step, with its weights; called again after a push.
 
-        Groups of a saved state that are too old for it are discarded. With `max_staleness` 0 so are draws that a
-        run which was further ahead left open: all where the step is ready, else those that no wave has room for.
+        Groups of a saved state that are too old for it are discarded. With `max_staleness` 0 so are open
+        draws of a run that was further ahead: all if the step is ready, else those beyond a wave.
         """
         if not self._steps or self._step.number != step:
             self._steps = [RolloutStep(number=step)]
         self._weight_version = weight_version
         self._num_steps = step - 1
-        self._open = {
-            uid: replace(group, version=weight_version) if group.version == UNKNOWN_VERSION else group
-            for uid, group in self._open.items()
-        }
         self._discard_stale()
         if not self.limits.max_staleness:
             self._discard_open(0 if self._batches else self.limits.gen_batch_size)
@@ -319,16 +312,16 @@ class GroupQueue:
     def is_ready(self) -> bool:
         """Return whether the step can be taken.
 
-        Raises UserError at `max_num_gen_batches` where the policy is `raise`, or where there is not one group.
+        Raises UserError at `max_num_gen_batches` if `on_exhausted` is raise, or without a single group.
         """
         if self._is_exhausted and not self._batches:
             message = self._exhausted()
-            self._num_draws_used = 0  # who starts the run again has as many again
+            self._num_draws_used = 0  # a run that is started again has all of them again
             raise UserError(message)
         return bool(self._batches) and (self.limits.max_staleness > 0 or not self._open)
 
     def take(self) -> RolloutStep:
-        """End the step and return it, with the groups that it has."""
+        """End the step and return it with its groups."""
         step = self._step
         if not self._batches:
             self._close_batch()
@@ -348,10 +341,10 @@ class GroupQueue:
         return step
 
     def state_dict(self, with_samples: bool = True, with_open_samples: bool = True) -> dict:
-        """Return plain data (plain_data.py), of an open step too.
+        """Return plain data (plain_data.py), also in the middle of a step.
 
-        with_samples: False leaves out the responses, so that ready groups are open again, in their places.
-        with_open_samples: False leaves out those of open groups alone.
+        with_samples: False leaves out all responses: ready groups are open again, in their places.
+        with_open_samples: False leaves out the responses of open groups.
         """
         opened = self._open if with_open_samples else self._opened_anew()
         finished = self._finished if with_open_samples else set()
@@ -376,30 +369,27 @@ class GroupQueue:
         return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved queue stood, also that of a program with gen batches. Nothing is drawn before `begin`."""
+        """Continue from a saved queue. Nothing is drawn before `begin`."""
         self._num_drawn = state["num_drawn"]
-        step = state.get("step")
-        self._steps = [RolloutStep.from_state(each) for each in (step, *state.get("steps_ahead", ())) if each]
+        self._gone = Counter(state["gone"])
+        self._steps = [RolloutStep.from_state(step) for step in (state["step"], *state["steps_ahead"]) if step]
         self._num_steps = None
-        self._num_recent = list(state.get("num_recent", (0.0, 0.0)))
-        num_draws_used = (step or {}).get("num_gen_batches", 0) * self.limits.gen_batch_size
-        self._num_draws_used = state.get("num_draws_used", num_draws_used)
-        self._put_ready([group_from_plain(plain) for plain in state["kept"]], state.get("batch_sizes", ()))
+        self._num_recent = list(state["num_recent"])
+        self._num_draws_used = state["num_draws_used"]
+        self._put_ready([group_from_plain(plain) for plain in state["kept"]], state["batch_sizes"])
         finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
         self._finished = set(finished)
         self._open = {plain["uid"]: finished.get(plain["uid"]) or draw_from_plain(plain) for plain in state["open"]}
-        gone = {"handed": self._num_drawn - self.num_ready - self.num_open}  # or filtered, or discarded
-        self._gone = Counter(state.get("gone", gone))
 
     # ------------------------------------------------------------------------------------------------ inside
 
     @property
     def _num_places_taken(self) -> int:
-        """Return how many places in steps the ready groups take at most.
+        """Return the most places in steps that the ready groups take.
 
-        A batch that may be handed out short takes `train_batch_size`; and where no further draw has signal, the one
-        that is being filled ends after the draws that it has left, of which each may be such a place. So a step that is
-        short makes no group older than it may be.
+        A batch that may be handed out short takes `train_batch_size`. Without further signal the batch
+        that is being filled ends after its remaining draws, each of which may be such a place. So no short
+        step makes a group older than it may be.
         """
         size = self.limits.train_batch_size
         num_draws_left = self.limits.max_draws - self._num_draws_used
@@ -414,13 +404,12 @@ class GroupQueue:
         return {uid: _without_samples(group, group.version) for uid, group in self._open.items()}
 
     def _is_fresh(self, group: Group) -> bool:
-        """Return whether the step may train on the group. Its draw tells without a look at its tokens, in most
-        cases."""
+        """Return whether the step may train on the group. Its draw mostly tells, without a look at tokens."""
         oldest = self._weight_version - self.limits.max_staleness
         return group.version >= oldest or staleness(group, self._weight_version) <= self.limits.max_staleness
 
     def _discard_stale(self) -> None:
-        """Discard ready groups that the step may not train on, and have finished ones sampled anew."""
+        """Discard ready groups that are too old for the step; have finished ones sampled anew."""
         for uid in [uid for uid in self._finished if not self._is_fresh(self._open[uid])]:
             self._finished.remove(uid)
             self._open[uid] = _without_samples(self._open[uid], self._weight_version)
@@ -431,7 +420,7 @@ class GroupQueue:
             self._put_ready(fresh)
 
     def _discard_open(self, num_left: int) -> None:
-        """Discard the last open groups, so that no more than num_left are left."""
+        """Discard the last open groups beyond num_left."""
         uids = list(self._open)[num_left:]
         self._open = dict(list(self._open.items())[:num_left])
         self._finished.difference_update(uids)
@@ -442,7 +431,7 @@ class GroupQueue:
         self._gone["discarded"] += number
 
     def _put_ready(self, groups: Sequence[Group], sizes: Sequence[int] = ()) -> None:
-        """Have these groups wait, in batches of these sizes, then in full ones."""
+        """Let these groups wait: in batches of these sizes, then in full ones."""
         size = self.limits.train_batch_size
         self._batches = []
         rest = list(groups)
@@ -465,13 +454,12 @@ class GroupQueue:
 
 
 def staleness(group: Group, weight_version: int) -> int:
-    """Return the versions between the oldest token that was written for the group and weight_version. A replayed
-    sample was not written for it."""
+    """Return the versions between the group's oldest new token and weight_version. Replayed samples are not new."""
     new = (sample.weight_versions for sample in group.samples if not sample.exp_mask)
     return weight_version - min((int(versions.min()) for versions in new if len(versions)), default=weight_version)
 
 
 def _without_samples(group: Group, weight_version: int) -> Group:
-    """Return the group as it is drawn with these weights."""
+    """Return the group as if drawn with these weights."""
     replayed = tuple(sample for sample in group.samples if sample.exp_mask)
     return Group(group.uid, group.prompt, replayed, version=weight_version)

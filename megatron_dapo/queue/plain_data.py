@@ -1,10 +1,10 @@
-"""Groups as plain data (dicts, lists, tuples, numbers, strings, arrays of a value per token) and back: what goes into a
-state or a file. Where a file held lists in place of arrays, they become arrays."""
+"""Groups as plain data and back, for states and files: dicts, lists, tuples, numbers, strings, arrays per token.
+
+Lists of a file become arrays.
+"""
 
 from megatron_dapo.data.routed_experts import from_text
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
-
-UNKNOWN_VERSION = -1  # of a group that was saved by a program that did not note the version of its draw
 
 # vars(), not dataclasses.asdict: asdict copies every array.
 
@@ -15,7 +15,7 @@ def prompt_to_plain(prompt: Prompt) -> dict:
 
 
 def prompt_from_plain(plain: dict) -> Prompt:
-    """Return what `prompt_to_plain` described."""
+    """Return the prompt of `prompt_to_plain`."""
     return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
 
 
@@ -28,9 +28,11 @@ def sample_to_plain(sample: Sample) -> dict:
 
 
 def sample_from_plain(plain: dict) -> Sample:
-    """Return what `sample_to_plain` described, or a batch file. Raises ValueError, the end of a sentence, for what no
-    token can have."""
-    values = {**plain, "servers": tuple(plain.get("servers", ()))}
+    """Return the sample of `sample_to_plain`, or of a batch file.
+
+    Raises ValueError, the end of a sentence, for values that no token can have.
+    """
+    values = {**plain, "servers": tuple(plain["servers"])}
     if isinstance(experts := plain.get("routed_experts"), str):
         values["routed_experts"] = from_text(experts)
     return Sample(**values)
@@ -49,7 +51,7 @@ def group_to_plain(group: Group) -> dict:
 
 
 def group_from_plain(plain: dict) -> Group:
-    """Return what `group_to_plain` described. Raises ValueError that names the sample with values no token can have."""
+    """Return the group of `group_to_plain`. Raises ValueError naming a sample with impossible values."""
     samples = []
     for number, sample in enumerate(plain["samples"], 1):
         try:
@@ -60,14 +62,14 @@ def group_from_plain(plain: dict) -> Group:
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
         samples=tuple(samples),
-        baseline_reward=plain.get("baseline_reward"),
-        keep=plain.get("keep", True),
-        version=plain.get("version", UNKNOWN_VERSION),
+        baseline_reward=plain["baseline_reward"],
+        keep=plain["keep"],
+        version=plain["version"],
     )
 
 
 def draw_to_plain(group: Group) -> dict:
-    """Return an open group as plain data, with the samples and partial responses that it has."""
+    """Return an open group as plain data, with its samples and partial responses so far."""
     return {
         "uid": group.uid,
         "prompt": prompt_to_plain(group.prompt),
@@ -78,15 +80,13 @@ def draw_to_plain(group: Group) -> dict:
 
 
 def draw_from_plain(plain: dict) -> Group:
-    """Return what `draw_to_plain` described, or a program that noted of an open group only what it borrowed."""
-    samples = plain.get("samples", [plain["replayed"]] if "replayed" in plain else [])
+    """Return the open group of `draw_to_plain`."""
     return Group(
         uid=plain["uid"],
         prompt=prompt_from_plain(plain["prompt"]),
-        samples=tuple(sample_from_plain(sample) for sample in samples),
-        version=plain.get("version", UNKNOWN_VERSION),
+        samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
+        version=plain["version"],
         partials=tuple(
-            PartialResponse(**{**partial, "servers": tuple(partial["servers"])})
-            for partial in plain.get("partials", ())
+            PartialResponse(**{**partial, "servers": tuple(partial["servers"])}) for partial in plain["partials"]
         ),
     )

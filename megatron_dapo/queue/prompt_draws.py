@@ -1,4 +1,4 @@
-"""Draws prompts, one by one: the data set's next ones and, with experience replay, some of earlier steps."""
+"""Draws prompts one by one: the next ones of the data set and, with experience replay, earlier ones."""
 
 from megatron_dapo.data.prompt_cursor import Cursor, spread
 from megatron_dapo.data.samples import Sample
@@ -7,21 +7,21 @@ from megatron_dapo.queue.plain_data import sample_from_plain, sample_to_plain
 
 
 class PromptDraws:
-    """The order in which prompts are drawn.
+    """The order of the draws.
 
-    Without a pool they are the cursor's next. With one, blocks of `block_size` prompts are made of new and replayed
-    ones and dealt one by one; what is left of a block is a part of the state. A replayed prompt that was solved since
-    its block was made is left out.
+    Without a pool it is the cursor's. With one, blocks of `block_size` new and replayed prompts are dealt
+    one by one; the rest of a block is part of the state. A replayed prompt that was solved since its
+    block was made is left out.
     """
 
     def __init__(self, cursor: Cursor, pool: ExperiencePool | None, block_size: int) -> None:
         self._cursor = cursor
         self._pool = pool
         self._block_size = block_size
-        self._block: list[tuple[int, Sample | None]] = []  # what is left of it
+        self._block: list[tuple[int, Sample | None]] = []  # the rest of it
 
     def next(self) -> tuple[int, Sample | None]:
-        """Return the next prompt by number, with the trajectory that its group borrows; None where it is new."""
+        """Return the next prompt's number, with the trajectory that its group borrows; None for a new prompt."""
         while True:
             if not self._block:
                 self._block = next_prompts(self._cursor, self._pool, self._block_size if self._pool else 1)
@@ -31,27 +31,25 @@ class PromptDraws:
 
     @property
     def replayed_later(self) -> list[int]:
-        """Return the replayed prompts that are left of a block."""
+        """Return the replayed prompts in the rest of the block."""
         return [number for number, replayed in self._block if replayed is not None]
 
     def state_dict(self) -> dict:
-        """Return plain data: the cursor, and what is left of a block."""
+        """Return plain data: the cursor, and the rest of the block."""
         block = [[number, sample and sample_to_plain(sample)] for number, sample in self._block]
         return {"cursor": self._cursor.state_dict(), "block": block}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where saved draws stood. Raises UserError where the cursor is of other prompts; then nothing
-        changes."""
+        """Continue from saved draws. Raises UserError for a cursor of other prompts; then nothing changes."""
         self._cursor.load_state_dict(state["cursor"])
-        block = state.get("block", ())  # unknown to programs that opened all prompts of a block at once
-        self._block = [(number, sample and sample_from_plain(sample)) for number, sample in block]
+        self._block = [(number, sample and sample_from_plain(sample)) for number, sample in state["block"]]
 
 
 def next_prompts(cursor: Cursor, pool: ExperiencePool | None, size: int) -> list[tuple[int, Sample | None]]:
-    """Return the next `size` prompts by number, each with the trajectory that its group borrows, None where it is new.
+    """Return the next `size` prompts by number, each with the trajectory that its group borrows, if any.
 
-    Without a pool all are the cursor's next. Replayed prompts are spread evenly among the new ones, so that neither
-    kind is left over for the next step. Both the cursor and the pool move on: a gen batch is drawn once.
+    Replayed prompts are spread evenly among the new ones, so that neither kind is left over for the next
+    step. Both the cursor and the pool move on: a gen batch is drawn once.
     """
     replayed = pool.draw(size) if pool else []
     new: list[tuple[int, Sample | None]] = [(number, None) for number in cursor.next(size - len(replayed))]

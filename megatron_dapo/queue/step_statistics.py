@@ -1,6 +1,6 @@
-"""Running statistics of the samples that a rollout step generated: no sample is kept for their sake.
+"""Running statistics of the samples of a rollout step, without keeping the samples.
 
-Pure. What a metric is made of is a row of a table.
+Pure. Each metric is a row of a table.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron_dapo.data.samples import Group, Sample
 
-# metric -> what it counts of a generated sample
+# metric -> a generated sample's part in the count
 _COUNTS: dict[str, Callable[[Sample], int]] = {
     "dapo/num_truncated_samples": lambda sample: sample.is_truncated,
     "dapo/num_truncated_by_length": lambda sample: sample.is_truncated and sample.finish_reason == "length",
@@ -20,7 +20,7 @@ _COUNTS: dict[str, Callable[[Sample], int]] = {
     "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
     "rollout/num_tokens": lambda sample: sample.num_written_tokens,  # an environment's tokens cost no sampling
 }
-# metric -> a generated sample's value, of which the mean is reported; none: the sample does not count
+# metric -> a generated sample's value, for a mean; None = the sample does not count
 _MEANS: dict[str, Callable[[Sample], float | None]] = {
     "dapo/truncation_ratio": lambda sample: sample.is_truncated,
     "dapo/avg_truncation_penalty_applied": lambda sample: (
@@ -38,7 +38,7 @@ _MEANS: dict[str, Callable[[Sample], float | None]] = {
 _MEANS_WITH_REPLAYED: dict[str, Callable[[Sample], float]] = {
     "prompt_length/mean": lambda sample: len(sample.prompt_tokens),  # as it was answered
 }
-# metric of a data source -> a generated sample's value, of which the mean is reported
+# metric of a data source -> a generated sample's value, for a mean
 _MEANS_BY_SOURCE: dict[str, Callable[[Sample], float]] = {
     "reward/SOURCE/mean": lambda sample: sample.reward,
     "reward/SOURCE/accuracy": lambda sample: sample.correct,
@@ -49,7 +49,7 @@ _NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filte
 
 
 class StepStatistics:
-    """Over ALL samples generated for one rollout step, kept or not, so that filtering does not colour them.
+    """Statistics of ALL samples generated for a rollout step, also filtered ones.
 
     Replayed samples were not generated; only `num_samples` and `_MEANS_WITH_REPLAYED` count them.
     """
@@ -91,7 +91,7 @@ class StepStatistics:
             sums[name] = sums.get(name, 0) + value
 
     def _of_sources(self) -> dict[str, float]:
-        """Return what is reported of each data source, where there are several."""
+        """Return the metrics of each data source, if there are several."""
         metrics: dict[str, float] = {}
         for source, sums in self._sources.items() if len(self._sources) > 1 else ():
             of_source = {
@@ -112,7 +112,7 @@ class StepStatistics:
         return counts | means | spread | self._of_sources()
 
     def state_dict(self) -> dict:
-        """Return plain data that survives JSON."""
+        """Return plain data."""
         return {
             "num_groups": self.num_groups,
             "sums": dict(self._sums),
@@ -122,14 +122,12 @@ class StepStatistics:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where saved statistics stood."""
+        """Continue from saved statistics."""
         self.num_groups = state["num_groups"]
         self._lengths = list(state["lengths"])
         self._sums = dict(state["sums"])
         self._num_values = dict(state["num_values"])
-        # a program that counted less of a source has no full figures of it for this step
-        sources = state.get("sources", {}).items()
-        self._sources = {source: dict(sums) for source, sums in sources if _NUM_GROUPS in sums}
+        self._sources = {source: dict(sums) for source, sums in state["sources"].items()}
 
     def _add_values(self, table: Mapping[str, Callable[[Sample], float | None]], samples: Sequence[Sample]) -> None:
         for metric, value_of in table.items():
@@ -145,13 +143,13 @@ class StepStatistics:
 
 @dataclass
 class RolloutStep:
-    """One rollout step: what was decided for its batch, and with `GroupQueue.take` its groups."""
+    """One rollout step: counts of the decisions for its batch and, after `GroupQueue.take`, its groups."""
 
-    number: int
+    number: int  # from 1
     num_gen_batches: float = 0.0  # prompts decided on, in gen batches
-    num_ready: int | None = None  # groups that waited when the step was asked for; None before that
-    num_filtered_samples: int = 0
-    num_discarded: int = 0  # groups that are too old to be trained on, or would be in the next step
+    num_ready: int | None = None  # waiting groups when the step was asked for; None before
+    num_filtered_samples: int = 0  # dropped or masked
+    num_discarded: int = 0  # groups that are too old, or would be in the next step
     filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
     generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
     groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
@@ -163,10 +161,10 @@ class RolloutStep:
 
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
-        """Return the step that `state_dict` described, also that of a program with gen batches."""
+        """Return the step that `state_dict` described."""
         step = cls(
             number=state["number"],
-            num_ready=state.get("num_ready"),
+            num_ready=state["num_ready"],
             num_filtered_samples=state["num_filtered_samples"],
             num_discarded=state["num_discarded"],
             filtered=Counter(state["filtered"]),

@@ -2,7 +2,11 @@
 responses."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from megatron_dapo.config.schema.algorithm import OverlongRewardShapingConfig
+
+Shaping = Callable[[float, int, bool], float]
+"""Raw reward, number of tokens, whether truncated -> shaped reward."""
 
 # How truncation_penalty acts on the reward of a truncated response.
 TRUNCATION_MODES: dict[str, Callable[[float, float], float]] = {
@@ -12,21 +16,6 @@ TRUNCATION_MODES: dict[str, Callable[[float, float], float]] = {
     "replace_if_positive": lambda reward, penalty: penalty if reward > 0 else reward,
     "cap": lambda reward, penalty: min(reward, penalty) if reward > 0 else reward,
 }
-
-
-@dataclass(frozen=True)
-class OverlongShaping:
-    """Settings of `shape`. Lengths in tokens."""
-
-    max_response_length: int
-    buffer_len: int = 0
-    """Above 0: linear soft punishment; 0: only of truncated responses."""
-    expected_len: int | None = None
-    """None: max_response_length - buffer_len."""
-    penalty_factor: float = 1.0
-    """At least 0."""
-    truncation_penalty: float = -0.5
-    mode: str = "additive"
 
 
 def overlong_penalty(num_tokens: int, expected_len: int, buffer_len: int, penalty_factor: float) -> float:
@@ -40,22 +29,24 @@ def overlong_penalty(num_tokens: int, expected_len: int, buffer_len: int, penalt
     return -penalty_factor * excess / buffer_len
 
 
-def shape(
-    raw_reward: float, num_tokens: int, is_truncated: bool, shaping: OverlongShaping | None
-) -> tuple[float, float]:
-    """Return (reward after shaping, its change) for a response of num_tokens.
+def unshaped(raw_reward: float, num_tokens: int, is_truncated: bool) -> float:
+    """Return the reward as it is."""
+    return raw_reward
 
-    shaping: None leaves the reward as it is.
-    """
-    if shaping is None:
-        return raw_reward, 0.0
-    if shaping.buffer_len:
-        expected_len = shaping.expected_len
+
+def shape(
+    raw_reward: float,
+    num_tokens: int,
+    is_truncated: bool,
+    keys: OverlongRewardShapingConfig,
+    max_response_length: int,
+) -> float:
+    """Return the reward after shaping, of a response of num_tokens."""
+    if keys.buffer_len:
+        expected_len = keys.expected_len
         if expected_len is None:
-            expected_len = shaping.max_response_length - shaping.buffer_len
-        penalty = overlong_penalty(num_tokens, expected_len, shaping.buffer_len, shaping.penalty_factor)
-        return raw_reward + penalty, penalty
+            expected_len = max_response_length - keys.buffer_len
+        return raw_reward + overlong_penalty(num_tokens, expected_len, keys.buffer_len, keys.penalty_factor)
     if not is_truncated:
-        return raw_reward, 0.0
-    reward = TRUNCATION_MODES[shaping.mode](raw_reward, shaping.truncation_penalty)
-    return reward, reward - raw_reward
+        return raw_reward
+    return TRUNCATION_MODES[keys.soft_penalty_mode](raw_reward, keys.truncation_penalty)

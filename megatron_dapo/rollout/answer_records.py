@@ -10,7 +10,7 @@ from megatron_dapo.data.tokenizer import Tokenizer
 
 
 def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
-    """Return what a line says of a group."""
+    """Return a group as the plain data of a line."""
     return {
         "step": step,
         "uid": group.uid,
@@ -64,7 +64,7 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
 
 
 def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
-    """Return what the model wrote and what it read, by turns, with every token: [{"by": "model", "text": ...}, ...]."""
+    """Return the turns of model and environment with every token: [{"by": "model", "text": ...}, ...]."""
     pairs = zip(sample.loss_mask.tolist(), sample.response_tokens.tolist(), strict=True)
     parts = groupby(pairs, key=lambda pair: pair[0])
     return [

@@ -1,4 +1,4 @@
-"""Finished batches as files: what `trainer.dump_batches` writes and a replay reads."""
+"""Finished batches as files: written by `trainer.dump_batches`, read by a replay."""
 
 import gzip
 import json
@@ -29,7 +29,7 @@ def write_batch(folder: str | Path, step: int, batch: RolloutBatch) -> None:
 
 
 def read_batch(folder: str | Path, step: int) -> RolloutBatch:
-    """Return what `write_batch` wrote, number for number. Raises UserError naming the file."""
+    """Return the batch of `write_batch`, number for number. Raises UserError naming the file."""
     path = batch_file(folder, step)
     if not path.is_file():
         raise UserError(f"There is no batch {path} to replay; {folder} has {_in_words(batch_steps(folder))}.")
@@ -45,8 +45,10 @@ def read_batch(folder: str | Path, step: int) -> RolloutBatch:
 
 
 def _plain(group: Group) -> dict:
-    """Return a group as plain data, with the routed experts as text: as a list they would take hundreds of times as
-    long as everything else."""
+    """Return a group as plain data, with routed experts as text.
+
+    As lists they would take hundreds of times longer than everything else.
+    """
     plain = group_to_plain(group)
     for sample in plain["samples"]:
         if "routed_experts" in sample:
@@ -55,8 +57,10 @@ def _plain(group: Group) -> dict:
 
 
 def _for_json(value: object) -> list | str:
-    """Return an array as a list. An extra_info from parquet may hold dates and the like: only reward functions read it,
-    so text will do."""
+    """Return an array as a list, and other values as text.
+
+    An extra_info from parquet may hold dates; only reward functions read it.
+    """
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 

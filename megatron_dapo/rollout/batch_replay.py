@@ -10,32 +10,26 @@ from pathlib import Path
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.rollout.batch_files import read_batch
-from megatron_dapo.rollout.no_servers import NoServerRollout
+from megatron_dapo.rollout.batch_source import NoServerRollout, never
 from megatron_dapo.rollout.token_checks import find_sample_fault
 from megatron_dapo.storage.run_folder import batch_file
 
 
 class BatchReplay(NoServerRollout):
-    """Dumped batches in place of a controller and its servers.
-
-    takes_experiences: whether the loss knows what to do with samples that had been replayed in the dumped run.
-    """
+    """Dumped batches in place of a controller and its servers."""
 
     def __init__(self, folder: str | Path, vocab_size: int, takes_experiences: bool = False) -> None:
+        """takes_experiences: the loss handles samples of the dumped run's experience replay."""
         super().__init__(str(folder))
         self._folder = Path(folder)
         self._vocab_size = vocab_size
         self._takes_experiences = takes_experiences
 
-    def next_batch(
-        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
-    ) -> RolloutBatch:
+    def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
         """Return the step's groups and metrics as they were dumped.
 
-        Raises UserError for a batch that is missing, damaged or impossible.
-
-        weight_version: not used; the tokens keep the versions of the weights that wrote them. Nor is is_to_stop: it
-        takes no time.
+        Tokens keep the versions of the weights that wrote them. Raises UserError for a batch that is
+        missing, damaged or impossible.
         """
         batch = read_batch(self._folder, step)
         self._check(batch, step)

@@ -1,4 +1,4 @@
-"""Ends of awaited work: a deadline, and an event that asks it to stop."""
+"""Ends awaited work: at a deadline, or by an event."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,8 +7,8 @@ from typing import Any
 from megatron_dapo.common.rollout_errors import Interrupted, RolloutError
 
 
-async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:
-    """Do the work; raise Interrupted(message) as soon as the event is set, where the work is not done by then."""
+async def until_set(event: asyncio.Event, work: Coroutine, message: str) -> None:
+    """Await the work; once the event is set, cancel it and raise Interrupted(message)."""
     doing = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:
@@ -23,8 +23,10 @@ async def unless(event: asyncio.Event, work: Coroutine, message: str) -> None:
 
 
 async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str]) -> Any:
-    """Return what work returns; raise RolloutError(describe()) if it takes longer. describe sees the state at the
-    deadline."""
+    """Await the work and return its result. At the deadline cancel it and raise RolloutError(describe()).
+
+    describe sees the state at the deadline.
+    """
     task = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({task}, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""What a run has drawn: its prompts, the queue of their groups, the pool of experiences; saved and restored as one."""
+"""The draws of a run: its prompts, the queue of their groups, the pool of experiences; saved as one."""
 
 import logging
 from collections.abc import Callable
@@ -18,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class Drawing:
-    """Draws prompts, and decides which of their groups are trained on.
+    """Draws prompts and decides on their groups.
 
-    `begin` -> `next_prompt` and the queue's methods, and `decide` as groups are finished -> `take`. Where too few
-    responses got a verdict, it goes back to where it was after the last step.
+    `begin` -> `next_prompt` and the queue's methods, `decide` after each finished group -> `take`. If too
+    few responses got a verdict, it returns to its state after the last step.
     """
 
     def __init__(self, config: Config, dataset: PromptDataset, last_traceback: Callable[[], str]) -> None:
-        """Start at the first prompt. last_traceback: of the reward function, for the error that tells of it."""
+        """Start at the first prompt. last_traceback: of the reward function, for error messages."""
         self._prompts = dataset.prompts
         self._reward = config.reward
         self._last_traceback = last_traceback
@@ -34,33 +34,31 @@ class Drawing:
         self._cursor = make_cursor(config.data, dataset)
         self._draws = PromptDraws(self._cursor, self.pool, self.queue.limits.gen_batch_size)
         self._verdict_check: VerdictCheck | None = None
-        # after the last step, or as it was loaded; without the samples of open groups, which it would keep alive when
-        # they are dropped
+        # after the last step, or as loaded; without the samples of open groups, which it would keep alive
         self._state_before_step: dict | None = None
 
     def begin(self, step: int, weight_version: int) -> None:
-        """Say that this step is asked for, with these weights; again after a push."""
+        """Ask for a step, with its weights; called again after a push."""
         if self._state_before_step is None:
             self._state_before_step = self._state_of_draws(with_open_samples=False)
             self._forget_without_verdicts(step)
         self.queue.begin(step, weight_version)
 
     def next_prompt(self) -> tuple[Prompt, Sample | None]:
-        """Return the next prompt, and the trajectory that its group borrows, if any."""
+        """Return the next prompt, with a trajectory for its group to borrow, if any."""
         number, replayed = self._draws.next()
         return self._prompts[number], replayed
 
     def metrics(self) -> dict[str, float]:
-        """Return how often the prompts were drawn by now, of the files of a mixture each."""
+        """Return the epochs drawn so far, for each file of a mixture."""
         return {f"data/{name}": epochs for name, epochs in self._cursor.passes().items()}
 
     def decide(self, is_waited_for: bool) -> None:
         """Have the queue decide on finished groups. is_waited_for: the trainer waits for the step.
 
-        While too few of their responses got a verdict it is not decided on them, so that a saved state can sample them
-        again; further ones show whether it is the function. Raises UserError where it is still so for a whole wave, or
-        for as many groups as a step has: what was drawn since the last step is drawn again once the function is
-        corrected.
+        Groups with too few verdicts are not decided on yet, so that a saved state can sample them again;
+        further groups show whether the function is to blame. Raises UserError if a whole wave, or a step's
+        number of groups, has too few: the draws since the last step are repeated once it is corrected.
         """
         check = self._verdict_check
         assert check is not None, "begin() comes first"
@@ -82,7 +80,7 @@ class Drawing:
             self.pool.record(groups)
 
     def take(self) -> RolloutStep:
-        """End the step that is ready, and return it."""
+        """End the ready step and return it."""
         step = self.queue.take()
         self._state_before_step = self._state_of_draws(with_open_samples=False)
         self._renew_verdict_check(step.number + 1)
@@ -91,16 +89,15 @@ class Drawing:
         return step
 
     def state_dict(self, with_samples: bool = True) -> dict:
-        """Return plain data: the place in the prompts, the groups that are ready or open, the experiences.
+        """Return plain data: the place in the prompts, ready and open groups, the experiences.
 
-        with_samples: False leaves out what was sampled ahead of the trainer; the prompts of it are sampled again.
+        with_samples: False leaves out the samples ahead of the trainer; their prompts are sampled again.
         """
         pool = {} if self.pool is None else {"experiences": self.pool.state_dict()}
         return {**self._state_of_draws(with_samples), **pool}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved drawing stood. Raises UserError for the state of a run with trainer.replay, which has no
-        prompts."""
+        """Continue from a saved drawing. Raises UserError for a state of trainer.replay, which has no prompts."""
         if "replay" in state:
             raise UserError(
                 f"the checkpoint is of a replay of {state['replay']}, which drew no prompts to go on from; resume it "
@@ -117,21 +114,23 @@ class Drawing:
         return {**self._draws.state_dict(), "queue": self.queue.state_dict(with_samples, with_open_samples)}
 
     def _go_back(self) -> None:
-        """Be as after the last step. What the pool took in was decided on before that."""
+        """Return to the state after the last step. The pool took in only groups of earlier steps."""
         assert self._state_before_step is not None, "begin() comes first"
         self.load_state_dict(self._state_before_step)
         if self.pool is not None:
             self.pool.forget_step(self._draws.replayed_later)
 
     def _renew_verdict_check(self, step: int) -> None:
-        """Count verdicts anew once there were those of a whole step; a few responses say little of the function."""
+        """Count verdicts anew after those of a whole step; a few responses say little about the function."""
         if self._verdict_check is None or self._verdict_check.num_groups >= self.queue.limits.train_batch_size:
             self._verdict_check = VerdictCheck(self._reward, "")
         self._verdict_check.what = f"rollout step {step}"
 
     def _forget_without_verdicts(self, step: int) -> None:
-        """Sample the open groups of a saved state again where too few of their responses got a verdict: the run was
-        perhaps stopped for it, and the function corrected."""
+        """Sample the open groups of a saved state again if too few of their responses got a verdict.
+
+        Perhaps the run was stopped because of them, and the function corrected.
+        """
         self._renew_verdict_check(step)
         if VerdictCheck(self._reward, "").after(self.queue.open_groups).are_too_few():
             log.warning(

@@ -1,4 +1,4 @@
-"""Evaluation: several answers per prompt, scored by the raw reward, as records; and what the records say together."""
+"""Evaluation: several answers per prompt, scored by the raw reward, as records; and metrics of the records."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ async def sample_answers(
         step: rollout steps that the weights have learned from; the answers of each step have seeds of their own.
         on_answer: called with each answer as soon as it is scored, and the prompt as a group.
         done: the records of answers that there are already; their verdicts count too.
-        on_lost_weights: called where no server has the weights, before it is tried again; none = that is raised.
+        on_lost_weights: called before a new try if no server has the weights; None = NeedsSync is raised.
 
     Raises TooFewVerdicts.
     """
@@ -68,7 +68,7 @@ async def sample_answers(
 
         while not answered.issuperset(range(rollout.val_n)):
             try:
-                await sampler.sample_group(group, rollout.val_n, params, None, note, elsewhere=answered)
+                await sampler.sample_group(group, rollout.val_n, params, note, elsewhere=answered)
             except NeedsSync as reason:
                 if on_lost_weights is None:
                     raise
@@ -117,7 +117,7 @@ def by_source(rows: Sequence[tuple[Mapping, dict[str, float]]]) -> dict[str, lis
 
 
 def validation_metrics(records: Sequence[Mapping]) -> dict[str, float]:
-    """Return what a run reports of its held-out evaluation.
+    """Return the metrics of a held-out evaluation.
 
     val/accuracy (avg@n), pass@k, maj@n, reward_mean (raw), response_length_mean, num_turns_mean, truncation_ratio,
     num_env_failures and num_prompts; of several data sources all that prompts have a mean of also as val/SOURCE/...;

@@ -1,4 +1,4 @@
-"""Fills the queue: draws prompts as far as admission lets it and samples their groups, also while nobody waits."""
+"""Fills the queue: draws prompts as admission allows and samples their groups, also while the trainer trains."""
 
 import asyncio
 import logging
@@ -9,20 +9,20 @@ from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.time_spent import TimeSpent
-from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_pool import ServerPool
 
 log = logging.getLogger(__name__)
 
-_ABORT_S = 5.0  # that servers may take to answer with what they have, and these answers to be judged
+_ABORT_S = 5.0  # for servers to answer with the tokens they have, and for these answers to be scored
 
 
 class Filling:
-    """The sampling of the groups that a `GroupQueue` draws, one task per group.
+    """Samples the groups that a `GroupQueue` draws, one task per group.
 
-    With `max_staleness` above 0 it goes on after `fill` has returned: a prompt is drawn whenever a slot is free that no
-    request waits for, and `GroupQueue.may_start` allows it. With 0 prompts are drawn in waves (`GroupQueue.next_wave`),
-    and only inside `fill`: between two steps nothing is under way.
+    With `max_staleness` above 0 it goes on after `fill` has returned: a prompt is drawn whenever a slot is
+    free that no request waits for and `GroupQueue.may_start` allows it. With 0 prompts are drawn in waves
+    (`GroupQueue.next_wave`), and only inside `fill`: nothing is under way between two steps.
     """
 
     def __init__(
@@ -36,11 +36,12 @@ class Filling:
         """Prepare it; nothing is drawn before `fill`.
 
         Args:
-            drawing: the prompts and the queue; what its `decide` raises ends the filling.
-            servers: their slots, and the weight version that they hold.
-            sample_group: samples what the group lacks; it hands on each new sample as soon as that is finished, and
-                what there is of a response that is aborted.
-            num_responses: per group. has_baseline: a group needs one more, which is no sample of it.
+            drawing: the prompts and the queue; an error of its `decide` ends the filling.
+            servers: their slots and their weight version.
+            sample_group: completes a group; it hands on each new sample at once, and the unfinished rest of
+                aborted responses.
+            num_responses: per group.
+            has_baseline: a group needs one more response, which is no sample of it.
         """
         self._drawing = drawing
         self._queue = drawing.queue
@@ -51,7 +52,7 @@ class Filling:
         self._tasks: dict[str, asyncio.Task] = {}  # uid -> the sampling of an open group
         self._watch: asyncio.Task | None = None
         self._num_arriving = 0  # requests of groups that were started just now
-        self._asked_for: set[str] = set()  # servers that came back in this step, for which a push was asked
+        self._asked_for: set[str] = set()  # servers of this step for which a push was asked
         self._needs_sync: NeedsSync | None = None
         self._failure: Exception | None = None
         self._groups_or_slots_changed = asyncio.Event()
@@ -59,10 +60,10 @@ class Filling:
         self._is_waited_for = False  # by `fill`
 
     async def fill(self) -> None:
-        """Wait until the queue's step is ready, and draw what it needs.
+        """Wait until the queue's step is ready, and draw its prompts.
 
-        Raises NeedsSync where servers lack the weights: what is under way goes on, and so does the next call. Raises
-        the first failure since the last call, also one of the time in between; then nothing is under way any more.
+        Raises NeedsSync if servers lack the weights: sampling goes on, and so does the next call. Raises
+        the first failure since the last call, also of the time in between; then nothing is under way.
         """
         self._needs_sync = None
         await self.raise_failure()
@@ -70,8 +71,8 @@ class Filling:
             self._watch = asyncio.create_task(self._watch_slots())
         self._is_waited_for = True
         try:
-            self._drawing.decide(self._is_waited_for)  # on what a saved state had finished
-            self._go_on()  # newer weights let it draw more, also where the step is ready
+            self._drawing.decide(self._is_waited_for)  # on finished groups of a saved state
+            self._go_on()  # newer weights let it draw more, also if the step is ready
             while not self._queue.is_ready():
                 await self.raise_failure()
                 self._check_servers()
@@ -85,14 +86,14 @@ class Filling:
             raise
         except Exception as error:
             if self._failure is None:
-                self._failure = error  # the queue may have been put back: it takes in nothing of what is under way
+                self._failure = error  # the queue may have been put back: it takes in nothing more
             await self.raise_failure()
         finally:
             self._is_waited_for = False
         self._asked_for.clear()
 
     async def raise_failure(self) -> None:
-        """Raise what ended the filling, if anything did."""
+        """Raise the error that ended the filling, if any."""
         failure = self._failure
         if failure is not None:
             await self.cancel()
@@ -100,8 +101,10 @@ class Filling:
             raise failure
 
     async def halt(self) -> Exception | None:
-        """End what is under way; the queue keeps the samples that are finished, and what there is of others. The next
-        `fill` goes on, or raises the failure that is returned."""
+        """End all sampling; the queue keeps finished samples and the unfinished rest.
+
+        The next `fill` goes on, or raises the failure that is returned.
+        """
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None  # so that nothing is started any more
@@ -111,16 +114,16 @@ class Filling:
         return self._failure
 
     async def cancel(self) -> None:
-        """End what is under way at once; the queue keeps the samples that are finished."""
+        """End all sampling at once; the queue keeps finished samples."""
         tasks = [*self._tasks.values(), *filter(None, [self._watch])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._watch = None
-        self._held.turn(False)
+        self._held.switch(False)
 
     async def _abort_requests(self) -> None:
-        """Wait, not for ever, until the groups have taken in what there is of their responses."""
+        """Wait, for a limited time, until the groups have taken in their unfinished responses."""
         tasks = list(self._tasks.values())
         abort = asyncio.create_task(self._servers.abort_requests(_ABORT_S))
         try:
@@ -132,14 +135,14 @@ class Filling:
             log.warning("%d groups are not waited for any more: they do not end within %g s", num_late, _ABORT_S)
 
     def take_held_s(self) -> float:
-        """Return the seconds since the last call in which a slot was free and only the bound on the age kept it so."""
+        """Return the seconds since the last call in which `max_staleness` alone kept free slots idle."""
         return self._held.take()
 
     def _check_servers(self) -> None:
-        """Raise NeedsSync where no server has the weights, or where some came back without them: once per server and
-        step, so that none holds up the others again and again.
+        """Raise NeedsSync if no server has the weights, or if some came back without them.
 
-        Where nothing goes on between steps, the requests that are under way are waited for.
+        Once per server and step, so that no server holds up the others again and again. With
+        `max_staleness` 0 it waits for the requests under way first.
         """
         if self._tasks and not self._goes_on:
             return
@@ -150,7 +153,7 @@ class Filling:
             raise NeedsSync(f"not at work with weight version {self._servers.version}: {', '.join(sorted(stale))}")
 
     def _start_groups(self) -> None:
-        """Start what may be sampled now: open groups first, which a saved state or a lost server left, then draws."""
+        """Start open groups that a saved state or a lost server left, then new draws, as far as allowed."""
         if self._failure is not None or self._needs_sync is not None:
             return
         version = self._servers.version
@@ -171,7 +174,7 @@ class Filling:
         while is_allowed and self._servers.num_free_slots > self._num_arriving:
             self._draw(version)
             is_allowed = self._queue.may_start(self._queue.num_open, version)
-        self._held.turn(not is_allowed and self._servers.num_free_slots > self._num_arriving)
+        self._held.switch(not is_allowed and self._servers.num_free_slots > self._num_arriving)
 
     def _draw(self, version: int) -> None:
         prompt, replayed = self._drawing.next_prompt()
@@ -180,11 +183,11 @@ class Filling:
     def _start(self, group: Group) -> None:
         task = asyncio.create_task(self._run(group))
         self._tasks[group.uid] = task
-        task.add_done_callback(partial(self._note_end, group.uid))  # also of one that is cancelled before it begins
+        task.add_done_callback(partial(self._note_end, group.uid))  # also if it is cancelled before it begins
         num_requests = self._num_requests - len(group.samples)
         self._num_arriving += num_requests
-        # In its next turn the loop begins the task, in the turn after it those of the requests, which take slots. A
-        # turn takes long where many begin at once.
+        # In its next turn the loop begins the task, in the turn after it the tasks of the requests, which take slots.
+        # A turn takes long if many begin at once.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._note_arrival, num_requests)
 
@@ -199,7 +202,7 @@ class Filling:
         self._go_on()
 
     async def _run(self, group: Group) -> None:
-        """Sample a group, and have the queue take it in. Where no server can it stays open, as far as it got."""
+        """Sample a group for the queue. Without a server for it, it stays open with its samples so far."""
         try:
             finished = await self._sample_group(group, self._add_sample, partial(self._add_partial, group.uid))
             if self._failure is None:
@@ -233,7 +236,7 @@ class Filling:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Start what may be started now, where that does not wait for `fill`."""
+        """Start the groups that need not wait for `fill`."""
         if self._watch is None:
             return
         try:
@@ -242,7 +245,7 @@ class Filling:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """End what is under way; `fill` raises the first error."""
+        """End all sampling; `fill` raises the first error."""
         if self._failure is None:
             log.error("sampling ends: %s", error)
             self._failure = error

@@ -1,4 +1,4 @@
-"""The verdicts on the responses to one prompt, where the reward function gives them all at once."""
+"""The verdicts on the responses to one prompt by a reward function that scores them together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,8 +12,12 @@ class GroupVerdicts:
     def __init__(
         self, score: Callable[[Sequence[str]], Awaitable[list[RewardResult]]], texts: Mapping[int, str], num_new: int
     ) -> None:
-        """score: of all texts, which it gets by the numbers of the responses, whichever came first. texts: by number,
-        of responses that have their verdict, but count in those of the others. num_new: responses that will come."""
+        """Prepare.
+
+        score: scores all texts, in the order of the responses' numbers.
+        texts: by number, of responses that have a verdict already but count in the others' verdicts.
+        num_new: responses that will come.
+        """
         self._score = score
         self._texts = dict(texts)
         self._num_before = len(texts)
@@ -22,17 +26,17 @@ class GroupVerdicts:
         self._task: asyncio.Task | None = None
 
     async def verdict(self, number: int, text: str) -> RewardResult:
-        """Return the verdict on a response when all are there. Raises the reason of `give_up`, and what score does."""
+        """Return the verdict on a response once all are there. Raises the reason of `give_up`, or score's error."""
         self._texts[number] = text
         self._note_one()
         return (await asyncio.shield(self._results))[number]
 
     def leave_out(self) -> None:
-        """Wait for one response less: it has its verdict from elsewhere."""
+        """Wait for one response less: its environment gave the verdict."""
         self._note_one()
 
     def give_up(self, reason: BaseException) -> None:
-        """Raise the reason to all that wait: some response does not come."""
+        """Raise the reason in all waiting calls: a response does not come."""
         if not self._results.done():
             self._results.set_exception(reason)
             self._results.exception()  # there may be nobody who waits

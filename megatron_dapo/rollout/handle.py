@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout controller: a child process that is asked, and never waited for in vain."""
+"""RPC handle of the rollout controller's process; every call has a deadline."""
 
 import asyncio
 import atexit
@@ -20,12 +20,13 @@ from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE
-from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.common.signals import SignalReceiver, ignore_signals
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.flat_pickle import receive, send
 from megatron_dapo.data.samples import RolloutBatch
+from megatron_dapo.rollout.batch_source import never
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -39,12 +40,12 @@ _STOP = "stop"  # not a command: it is received during one, and not answered
 
 
 class RolloutHandle:
-    """The trainer's handle on the controller in a child process. Calls block, one at a time; each has a deadline.
+    """A BatchSource with servers: the controller in a child process. Each call has a deadline.
 
-    An error in the controller is raised here with its message (UserError and RolloutError keep their class);
-    a controller that died is reported with its exit code and log file. One that missed a deadline is asked no more: its
-    late answer would be taken for that of the next call. Its state after the last step is kept here, so that the step
-    can be saved.
+    Errors of the controller are raised here with their message; UserError and RolloutError keep their
+    class. The death of a controller is reported with its exit code and log file. A controller that
+    missed a deadline is asked no more, since its late answer would pass for that of the next call. Its
+    state after the last step is kept here, so that the step can be saved.
     """
 
     def __init__(self, config: Config, process: Any, connection: Connection, log_file: Path) -> None:
@@ -92,30 +93,27 @@ class RolloutHandle:
             self._receive("start", self._start_timeout_s)
             self._ready = True
 
-    def next_batch(
-        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
-    ) -> RolloutBatch:
-        """Return the groups of one rollout step, with the texts of the first `rollout.dump_samples` alone; see
-        Controller.next_batch.
+    def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
+        """Return the groups of one rollout step; see Controller.next_batch.
 
-        Raises Interrupted soon after is_to_stop says so.
+        Only the first `rollout.dump_samples` of them have texts. Raises Interrupted soon after
+        is_to_stop says so.
         """
         batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
-        if not batch.needs_sync:
-            state = self._call("state_dict", False)  # what is ahead of the trainer would take minutes to hand over
-            self._state_before = self._state
-            self._state = state
+        state = self._call("state_dict", False)  # the samples ahead of the trainer would take minutes to hand over
+        self._state_before = self._state
+        self._state = state
         return batch
 
     def refuse_batch(self) -> None:
-        """Leave the last batch out of training: `state_dict` is that before it from now on.
+        """Leave the last batch out of training: `state_dict` is the one before it from now on.
 
-        So a resumed run draws its prompts again. No further batch may be asked for.
+        A resumed run draws its prompts again. No further batch may be asked for.
         """
         self._was_refused = True
 
     def begin_evaluation(self, step: int, weight_version: int) -> None:
-        """Have the held-out prompts answered; see Controller.begin_evaluation. Returns at once."""
+        """Have the held-out prompts answered; see Controller.begin_evaluation."""
         self._call("begin_evaluation", step, weight_version)
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
@@ -123,9 +121,9 @@ class RolloutHandle:
         return self._call("evaluate", step, weight_version)
 
     def halt(self) -> None:
-        """End what is under way, before the last `state_dict`, which has what there is of unfinished answers.
+        """End sampling, so that the last `state_dict` has the unfinished responses too.
 
-        Where the controller does not answer any more nothing is under way either.
+        A controller that no longer answers has nothing under way.
         """
         try:
             if failure := self._call("halt"):
@@ -134,10 +132,10 @@ class RolloutHandle:
             log.warning("the rollout was not halted: %s", error)
 
     def state_dict(self) -> dict:
-        """Return the prompt cursor, groups that wait and counters, as plain data.
+        """Return the prompt cursor, waiting groups and counters, as plain data.
 
-        Where the controller does not answer any more, it is the state after the last step, without what was sampled
-        ahead of the trainer: that is sampled again.
+        If the controller no longer answers, return the state after the last step. It lacks the groups
+        sampled ahead of the trainer, which are sampled again.
         """
         if self._was_refused:
             assert self._state_before is not None, "no step is done before the first batch: nothing is saved"
@@ -151,12 +149,12 @@ class RolloutHandle:
             return self._state
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where a saved controller stood."""
+        """Continue from the state of a saved controller."""
         self._call("load_state_dict", state)
         self._state = state
 
     def dump_stacks(self) -> None:
-        """Have the controller write what its threads and tasks are doing to its log; return at once."""
+        """Have the controller write the stacks of its threads and tasks to its log; return at once."""
         if self._process.is_alive():
             os.kill(self.pid, signal.SIGUSR2)
 
@@ -169,7 +167,7 @@ class RolloutHandle:
             self._process.kill()
             self._process.join()
 
-    def _call(self, command: str, *arguments: Any, is_to_stop: Callable[[], bool] = lambda: False) -> Any:
+    def _call(self, command: str, *arguments: Any, is_to_stop: Callable[[], bool] = never) -> Any:
         self.wait_ready()
         try:
             self._connection.send((command, arguments))
@@ -177,7 +175,7 @@ class RolloutHandle:
             raise self._died(command) from None
         return self._receive(command, self._call_timeout_s, is_to_stop)
 
-    def _receive(self, command: str, timeout_s: float, is_to_stop: Callable[[], bool] = lambda: False) -> Any:
+    def _receive(self, command: str, timeout_s: float, is_to_stop: Callable[[], bool] = never) -> Any:
         deadline = time.monotonic() + timeout_s
         has_sent_stop = False
         while not self._connection.poll(_POLL_S):
@@ -255,10 +253,10 @@ def _dump_tasks() -> None:
 def _read_commands(
     connection: Connection, loop: Any, commands: asyncio.Queue, stop_asked: asyncio.Event, gone: asyncio.Future
 ) -> None:
-    """Hand on what the trainer sends, in a thread of its own, since a pipe is not awaited.
+    """Forward the trainer's messages, in a thread of its own, since a pipe cannot be awaited.
 
-    So the trainer's death, and its request to stop, are seen in the middle of a step. A request that came too late for
-    one command does not stop the next.
+    So the trainer's death and its request to stop are seen in the middle of a step. A request that came
+    too late for one command does not stop the next.
     """
 
     def note_the_end() -> None:
@@ -278,9 +276,8 @@ def _read_commands(
             loop.call_soon_threadsafe(note_the_end)
     time.sleep(_CLOSE_S)
     ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, "the loop did not end when the trainer closed the pipe")
-    os._exit(
-        FAILED_EXIT_CODE
-    )  # where code of the user's holds the loop; a trainer that lives kills us by now, one that died cannot
+    # user code holds the loop; a living trainer has killed us by now, a dead one cannot
+    os._exit(FAILED_EXIT_CODE)
 
 
 async def _answer_commands(
@@ -323,6 +320,8 @@ def _end_kind(error: Exception) -> EndKind:
 
 def _portable(error: Exception, log_file: str) -> Exception:
     """Return the error as the trainer raises it; the traceback stays in the log."""
+    if isinstance(error, NeedsSync):  # no failure
+        return error
     log.error("%s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, UserError | RolloutError):
         return error

@@ -1,4 +1,4 @@
-"""The held-out evaluation of a run, beside training's sampling, by the weights of one version; answers are kept."""
+"""The held-out evaluation of a run beside training's sampling, by one weight version; answers are kept."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ class Validation:
         self._is_waited_for = False  # by `end`
 
     def begin(self, step: int, weight_version: int, overdue: Callable[[], str]) -> None:
-        """Ask for the answers of weight_version. overdue: the message where they are not there in time."""
+        """Ask for the answers of weight_version. overdue: makes the message at the deadline."""
         if self._step != step:
             self._step = step
             self._records = []
@@ -78,7 +78,7 @@ class Validation:
             self._task = None
 
     async def cancel(self) -> None:
-        """End what is under way; nothing of it is kept."""
+        """End all requests; their answers are not kept."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -114,6 +114,6 @@ class Validation:
         ordered = sorted(records, key=lambda record: (record["prompt_index"], record["number"]))
         try:
             write_whole(path, b"".join(map(answer_line, ordered)))
-        except OSError as error:  # no run ends for what people may read
+        except OSError as error:  # only people read them: no reason to end a run
             log.warning("the answers of step %d cannot be kept in %s (%s)", step, path, error)
         return validation_metrics(ordered)

@@ -37,7 +37,7 @@ class RewardModel:
         self._batches = Batches(self._classify, _NUM_CALLS, _BATCH_SIZE)
 
     async def start(self, timeout_s: float) -> None:
-        """Wait until the server is healthy. Raises UserError where it is not in time, or gives no scores."""
+        """Wait until the server is healthy. Raises UserError if that takes too long, or it gives no scores."""
         try:
             await self._client.wait_healthy(timeout_s)
         except KeyRefused as error:
@@ -58,7 +58,7 @@ class RewardModel:
             )
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End all requests."""
         await self._batches.close()
         await self._client.close()
 
@@ -92,7 +92,7 @@ class RewardModel:
 
 
 def _scores(answers: Any, number: int) -> list[float]:
-    """Return the scores of an answer of the server. Raises ValueError where it has no finite score for each."""
+    """Return the scores of a server's answer. Raises ValueError unless each is a finite number."""
     rows = answers if isinstance(answers, list) else [answers]
     scores = [score for row in rows if (score := _score_of(row)) is not None]
     if len(scores) != number:
@@ -101,7 +101,7 @@ def _scores(answers: Any, number: int) -> list[float]:
 
 
 def _score_of(row: Any) -> float | None:
-    """Return the one number of an answer; None where it is none, or has several, as an embedding model's has."""
+    """Return the only number of an answer; None without one, or for several, as an embedding model gives."""
     match row:
         case {"embedding": [int() | float() as score]} if math.isfinite(score):
             return float(score)

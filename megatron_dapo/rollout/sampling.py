@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.common.seeds import seed_from
 from megatron_dapo.config.key_names import ROUTER_REPLAY
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
@@ -22,7 +23,7 @@ from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rewards.scorers import Scorers
-from megatron_dapo.rewards.shaping import OverlongShaping, shape
+from megatron_dapo.rewards.shaping import Shaping, unshaped
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
@@ -47,35 +48,17 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     return [task.result() for task in created]
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How requests to servers are repeated.
-
-    request_timeout_s: deadline of one request; max_retries: further attempts after a failed one.
-    """
-
-    request_timeout_s: float
-    max_retries: int
-
-
 class Sampler:
-    """The way from a prompt to its group: the servers, the reward pool and the tokenizer of the run.
-
-    multi_turn: plays the samples with an environment; none = one turn each. greedy_baseline: one greedy answer per
-    prompt beside its samples, whose shaped reward is the group's baseline. exact: every token has to be written by the
-    weight version that the server pool expects; else by that of the group's draw or a later one, so that a response may
-    go on while weights are pushed. scorers: of responses, beside the rewards; none = they alone do. routers: of the
-    model, where the samples are to have the experts that the servers chose. seed: the run's; the seed of each request
-    derives from it, the group, the number of the response and the turn.
-    """
+    """Turns prompts into groups, with the servers, the reward pool and the tokenizer of the run."""
 
     def __init__(
         self,
         servers: ServerPool,
         rewards: RewardPool,
         tokenizer: Tokenizer,
-        retry: RetryPolicy,
+        keys: RolloutConfig,
         vocab_size: int,
+        shaping: Shaping = unshaped,
         multi_turn: MultiTurn | None = None,
         greedy_baseline: bool = False,
         exact: bool = False,
@@ -83,10 +66,27 @@ class Sampler:
         routers: RouterShape | None = None,
         seed: int = 0,
     ) -> None:
+        """Prepare; nothing is sampled yet.
+
+        Args:
+            servers, rewards, tokenizer: of the run.
+            keys: deadline and retries of a request.
+            vocab_size: tokens that a server may answer with are below it.
+            shaping: of the rewards.
+            multi_turn: plays responses with an environment; None = one turn each.
+            greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the group's
+                baseline.
+            exact: accept only tokens of the weight version that the server pool expects; else also later
+                ones than the group's draw, so that a response may go on while weights are pushed.
+            scorers: of responses, beside the rewards.
+            routers: of the model, if samples need the experts that the servers chose.
+            seed: of the run; each request's seed derives from it, the group, the response and the turn.
+        """
         self._servers = servers
         self._rewards = rewards
         self._tokenizer = tokenizer
-        self._retry = retry
+        self._keys = keys
+        self._shaping = shaping
         self._vocab_size = vocab_size
         self._multi_turn = multi_turn
         self._greedy_baseline = greedy_baseline
@@ -104,25 +104,24 @@ class Sampler:
         group: Group,
         n: int,
         params: SamplingParams,
-        shaping: OverlongShaping | None,
         on_sample: Callable[[Sample], None] = lambda sample: None,
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
         elsewhere: Collection[int] = (),
     ) -> Group:
-        """Return the group with the responses 0 to n - 1, by number: those that it has, and new ones, some of which go
-        on with partial ones.
+        """Return the group with the responses 0 to n - 1, by number.
+
+        Responses that it has stay; new ones may go on with partial ones.
 
         Args:
-            group: as it was drawn, with what is finished of it: a replayed response too, if there is one.
-            n: responses, those that it has included.
-            params: how the new ones are sampled; each request gets a seed of its own.
-            shaping: of their rewards; None leaves them as they are.
+            group: as drawn, with its finished and replayed responses.
+            n: number of all responses.
+            params: of the new ones; each request gets a seed of its own.
             on_sample: called with each new response as soon as it is finished, whatever becomes of the others.
-            on_partial: called with what there is of a response of one turn that is not finished: the pool's
+            on_partial: called with an unfinished response of one turn: the pool's
                 `abort_requests` ended it, it waited for its reward, or it had begun before and did not go on.
             elsewhere: numbers of responses that the caller has; they are not sampled.
 
-        Raises NeedsSync or RolloutError where the servers do not answer, Aborted where requests were aborted. The
+        Raises NeedsSync or RolloutError if the servers do not answer, Aborted if requests were aborted. The
         first and the last of these are raised when the other responses are finished, or aborted too.
         """
         reasons: list[Aborted | NeedsSync] = []
@@ -137,7 +136,7 @@ class Sampler:
                 return None
 
         async def sample(number: int) -> Sample:
-            finished = await self._sample(group, number, params, shaping, begun.get(number), on_partial, together)
+            finished = await self._sample(group, number, params, begun.get(number), on_partial, together)
             on_sample(finished)
             return finished
 
@@ -145,7 +144,7 @@ class Sampler:
         numbers = sorted({*range(n)} - {sample.number for sample in group.samples} - {*elsewhere})
         together = self._verdicts_together(group, len(numbers))
         begun = {response.number: response for response in group.partials}
-        baseline = [partial(self._sample, group, n, greedy, shaping)] if self._greedy_baseline else []
+        baseline = [partial(self._sample, group, n, greedy)] if self._greedy_baseline else []
         try:
             samples = await run_all(map(unless_ended, [*(partial(sample, number) for number in numbers), *baseline]))
         finally:
@@ -162,7 +161,6 @@ class Sampler:
         group: Group,
         number: int,
         params: SamplingParams,
-        shaping: OverlongShaping | None,
         begun: PartialResponse | None = None,
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
         together: GroupVerdicts | None = None,
@@ -193,7 +191,7 @@ class Sampler:
             if self._multi_turn is None:
                 note_partial(trajectory.partial())
             raise
-        return _to_sample(group.uid, number, trajectory, text, verdict, shaping)
+        return _to_sample(group.uid, number, trajectory, text, verdict, self._shaping)
 
     async def _verdict(
         self, group: Group, number: int, trajectory: Trajectory, text: str, together: GroupVerdicts | None
@@ -210,7 +208,7 @@ class Sampler:
         return verdict if self._scorers is None else await self._scorers.combined(verdict, prompt, text)
 
     def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
-        """Return where the responses of a group wait for each other, if its reward function scores them together."""
+        """Return the meeting point of a group's responses, if its reward function scores them together."""
         if not self._rewards.scores_groups:
             return None
         prompt = group.prompt
@@ -221,13 +219,13 @@ class Sampler:
         return GroupVerdicts(score, {sample.number: sample.response_text for sample in group.samples}, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
-        """Return what follows the tokens, by the server that the budget names where that one can take it.
+        """Return the continuation of the tokens, preferably by the budget's server.
 
-        While the pool aborts requests what there is of an answer is one too, with the reason "abort".
-        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError where a server does not tell its experts.
+        While the pool aborts requests, a part of an answer counts as one, with the reason "abort".
+        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its experts.
         """
         experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
-        failures: dict[str, str] = {}  # url -> what went wrong there last
+        failures: dict[str, str] = {}  # url -> its last failure
         num_failures = 0
         while True:
             async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
@@ -239,7 +237,7 @@ class Sampler:
                         generation = await server.generate(
                             tokens,
                             params,
-                            self._retry.request_timeout_s,
+                            self._keys.request_timeout_s,
                             self._oldest_allowed(group),
                             budget.cache_salt,
                             experts,
@@ -263,9 +261,9 @@ class Sampler:
                     self._servers.mark_stale(server, reason)  # a stale server is not asked again, so this ends
                     continue
             failures[server.url] = reason
-            budget.seconds_left = seconds_left  # what the failed server took
+            budget.seconds_left = seconds_left  # the failed server costs nothing
             num_failures += 1
-            if num_failures > self._retry.max_retries:
+            if num_failures > self._keys.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
                 raise RolloutError(f"a request for group {group.uid} failed {num_failures} times: {where}")
             log.warning("request for group %s failed on %s, sent again: %s", group.uid, server.url, reason)
@@ -274,7 +272,7 @@ class Sampler:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
     def _fault(self, generation: Generation) -> str | None:
-        """Return why an answer cannot be taken, whatever its weight version; None where it can.
+        """Return why an answer cannot be taken, whatever its weight version; None if it can.
 
         One with numbers that cannot be counts as a request that failed: it is sent to another server, and a server's
         health checks say nothing of it.
@@ -306,11 +304,10 @@ def _require_experts(generation: Generation) -> None:
 
 
 def _to_sample(
-    uid: str, number: int, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: OverlongShaping | None
+    uid: str, number: int, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: Shaping
 ) -> Sample:
     """Return a finished trajectory as a sample, with its reward shaped."""
     is_terminated = trajectory.finish_reason == "stop"
-    reward, _ = shape(verdict.score, len(trajectory.tokens), not is_terminated, shaping)
     return Sample(
         uid=uid,
         prompt_tokens=token_array(trajectory.prompt_tokens, TOKEN),
@@ -322,7 +319,7 @@ def _to_sample(
         finish_reason=trajectory.finish_reason,
         raw_reward=verdict.score,
         correct=verdict.correct,
-        reward=reward,
+        reward=shaping(verdict.score, len(trajectory.tokens), not is_terminated),
         is_truncated=not is_terminated,
         is_terminated=is_terminated,
         num_turns=trajectory.num_turns,

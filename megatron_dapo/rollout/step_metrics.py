@@ -12,7 +12,7 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
     `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated for this step, kept or not, see
     `StepStatistics`; `train/`: over the samples handed to the trainer, replayed ones too.
 
-    A mean over nothing (a ready step of a state that was saved without its counts) is left out.
+    A mean over nothing is left out.
     """
     trained = [sample for group in step.groups for sample in group.samples]
     generated = step.generated.metrics()
@@ -32,7 +32,7 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
 
 
 def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
-    """Return {name: mean of values}; {} where there are none."""
+    """Return {name: mean of values}; {} without values."""
     numbers = list(values)
     return {name: sum(numbers) / len(numbers)} if numbers else {}
 

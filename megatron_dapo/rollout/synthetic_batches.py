@@ -11,7 +11,7 @@ from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.data.samples import Group, Prompt, RolloutBatch, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, MASK, TOKEN, VERSION, repeated
 from megatron_dapo.queue.step_statistics import StepStatistics
-from megatron_dapo.rollout.no_servers import NoServerRollout
+from megatron_dapo.rollout.batch_source import NoServerRollout, never
 
 SOURCE = "synthetic batches"
 
@@ -34,13 +34,8 @@ class SyntheticBatches(NoServerRollout):
         self._responses = _lengths(config.data.max_response_length)
         self._has_baseline = config.algorithm.adv_estimator == "remax"
 
-    def next_batch(
-        self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = lambda: False
-    ) -> RolloutBatch:
-        """Return the step's groups, as if the weights of weight_version had written them, and their statistics.
-
-        is_to_stop is not used: it takes no time.
-        """
+    def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
+        """Return the step's groups, as if weight_version had written them, and their statistics."""
         lengths = random.Random(f"{self._seed} {step}")
         values = np.random.default_rng((self._seed, step))
         statistics = StepStatistics()

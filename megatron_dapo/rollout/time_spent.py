@@ -1,4 +1,4 @@
-"""Seconds in which something was so."""
+"""Stopwatches for conditions: the seconds in which a condition held."""
 
 import time
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 
 class TimeSpent:
-    """Adds up the seconds in which it is on."""
+    """Stopwatch for a condition."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # where it is on
+        self._since: float | None = None  # None: off
         self._seconds = 0.0
 
-    def turn(self, is_on: bool) -> None:
-        """Be on, or off, from now on."""
+    def switch(self, is_on: bool) -> None:
+        """Switch it on or off."""
         now = time.monotonic()
         if self._since is not None:
             self._seconds += now - self._since
@@ -25,46 +25,46 @@ class TimeSpent:
         return self._since is not None or self._seconds > 0
 
     def take(self) -> float:
-        """Return the seconds, and begin anew."""
-        self.turn(self._since is not None)
+        """Return the seconds since the last call."""
+        self.switch(self._since is not None)
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
 
 
 class RewardWait:
-    """Adds up the seconds in which responses wait for their rewards, and none is being written."""
+    """Stopwatch for the time in which responses wait for their rewards and none is being written."""
 
     def __init__(self) -> None:
-        self._num_written = 0  # being
-        self._num_scored = 0  # being
+        self._num_written = 0  # responses that are being written
+        self._num_scored = 0  # responses that are being scored
         self._spent = TimeSpent()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Have a response written inside the block."""
+        """Count a response that is written inside the block."""
         self._num_written += 1
-        self._turn()
+        self._update()
         try:
             yield
         finally:
             self._num_written -= 1
-            self._turn()
+            self._update()
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Have a response wait for its reward inside the block."""
+        """Count a response that is scored inside the block."""
         self._num_scored += 1
-        self._turn()
+        self._update()
         try:
             yield
         finally:
             self._num_scored -= 1
-            self._turn()
+            self._update()
 
     def take(self) -> float:
-        """Return the seconds, and begin anew."""
+        """Return the seconds since the last call."""
         return self._spent.take()
 
-    def _turn(self) -> None:
-        self._spent.turn(self._num_scored > 0 and self._num_written == 0)
+    def _update(self) -> None:
+        self._spent.switch(self._num_scored > 0 and self._num_written == 0)

@@ -15,14 +15,14 @@ for the rounding of exp at numbers as small, and of a log-prob that is computed 
 
 
 def find_fault(tokens: np.ndarray, log_probs: np.ndarray, vocab_size: int) -> str | None:
-    """Return what cannot be in tokens and their log-probs, as the end of a sentence; None where all can."""
+    """Return the fault of tokens or log-probs that no model can sample, as the end of a sentence; None without one."""
     if len(tokens) != len(log_probs):
         return f"has {len(tokens)} tokens, but {len(log_probs)} log-probs"
     return _token_fault(tokens, vocab_size) or _log_prob_fault(log_probs)
 
 
 def find_sample_fault(sample: Sample, vocab_size: int) -> str | None:
-    """Return the same of a sample, with its prompt, its reward and the lengths of what it says of each token."""
+    """Return the same for a sample, with its prompt, its reward and the lengths of its arrays."""
     lengths = {len(sample.loss_mask), len(sample.weight_versions), len(sample.response_tokens)}
     if len(lengths) > 1:
         return f"has {sorted(lengths)} tokens in its response, loss mask and weight versions"

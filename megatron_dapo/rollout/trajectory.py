@@ -16,6 +16,8 @@ import numpy as np
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
+from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.data.samples import PartialResponse, Prompt
 from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing, repeated
 from megatron_dapo.data.tokenizer import Tokenizer
@@ -33,17 +35,15 @@ class OutOfTime(Exception):
 
 @dataclass
 class Budget:
-    """The time budget of one trajectory at servers and in its environment, and the server that knows its beginning.
+    """The time budget of one trajectory, and the state of its requests.
 
-    Waiting for a place at a server costs nothing, nor does a request that fails: the model is not to blame.
-    cache_salt: under which its requests share what was read of their beginnings, with those alone that have it too.
-    num_routed: tokens, from the first on, whose routed experts an earlier request of the trajectory was answered with.
+    Waiting for a slot and failed requests cost nothing: the model is not to blame.
     """
 
-    seconds_left: float = math.inf
-    server_url: str | None = None
-    cache_salt: str | None = None
-    num_routed: int = 0
+    seconds_left: float = math.inf  # at servers and in its environment
+    server_url: str | None = None  # the server that has its prefix in the cache
+    cache_salt: str | None = None  # requests share cached prefixes only with others of the same salt
+    num_routed: int = 0  # first tokens whose routed experts earlier requests brought
 
     @contextmanager
     def charge(self) -> Iterator[None]:
@@ -56,7 +56,7 @@ class Budget:
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        """Subtract the time inside; end what is inside with OutOfTime when none is left."""
+        """Subtract the time inside; end the block with OutOfTime when none is left."""
         try:
             with self.charge():
                 async with asyncio.timeout(None if math.isinf(self.seconds_left) else self.seconds_left) as limit:
@@ -72,50 +72,46 @@ Generate = Callable[[TokenIds, SamplingParams, Budget], Awaitable[Generation]]
 
 @dataclass(eq=False)
 class Trajectory:
-    """One response as it grows. The arrays are [L], its length so far; they are replaced, never written into.
+    """One response as it grows. The arrays are [L], its length so far; they are replaced, never written into."""
 
-    finish_reason: "stop" = it ended by itself; "length", "turns", "time" = a limit did; "environment" = a failure did.
-    verdict: the environment's, None = the reward function is to score the response.
-    """
-
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...]  # with an environment's opening
     tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
     log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
     loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
     weight_versions: np.ndarray = field(default_factory=partial(nothing, VERSION))
-    # of prompt and response but the last token, where the servers were asked for them (`data.routed_experts`)
+    # of prompt and response but the last token, if the servers were asked for them (`data.routed_experts`)
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
-    num_turns: int = 0
-    servers: list[str] = field(default_factory=list)  # URLs of those that wrote turns
+    num_turns: int = 0  # of the model
+    servers: list[str] = field(default_factory=list)  # URLs of the servers that wrote turns
+    # "stop": by itself; "length", "turns", "time": by a limit; "environment": by its failure
     finish_reason: str = "stop"
-    verdict: RewardResult | None = None
-    solved: bool | None = None  # by the environment's last word on it, if it said one
+    verdict: RewardResult | None = None  # of the environment; None = the reward function scores the response
+    solved: bool | None = None  # last word of the environment; None without one
 
     def add_model_turn(self, generation: Generation) -> None:
-        """Add what the model wrote."""
+        """Add a turn of the model."""
         self._add(generation.tokens, generation.log_probs, 1, generation.weight_versions)
-        # those of an environment's tokens before it are among them
+        # with those of an environment's tokens before it
         self.routed_experts = np.concatenate([self.routed_experts, generation.routed_experts])
         self.num_turns += 1
         if generation.server not in self.servers:
             self.servers.append(generation.server)
 
     def add_environment_turn(self, tokens: Sequence[int]) -> None:
-        """Add what the model reads: no loss, log-prob 0, the weight version of the turn before it."""
+        """Add tokens for the model to read: no loss, log-prob 0, the weight version of the turn before."""
         version = self.weight_versions[-1] if len(self.weight_versions) else 0
         self._add(tokens, np.zeros(len(tokens), LOG_PROB), 0, repeated(version, len(tokens), VERSION))
 
     def resume(self, begun: PartialResponse, max_tokens: int) -> None:
-        """Take over what there is of a response."""
+        """Take over a partial response."""
         self._add(begun.tokens[:max_tokens], begun.log_probs[:max_tokens], 1, begun.weight_versions[:max_tokens])
         self.servers += begun.servers
 
     def partial(self) -> PartialResponse:
-        """Return what there is of a response of one turn that goes on later. The request that goes on with it reads it
-        again, and is answered with the experts of all of it.
+        """Return the unfinished response of one turn, for a later request.
 
-        Without its last token, whichever that is: it may be the one that ends the response, also where SGLang says
-        "abort", and nothing may be written behind such a one.
+        That request reads it again, and is answered with the experts of all of it. The last token is left
+        out: it may end the response, even if SGLang says "abort", and nothing may follow an end.
         """
         return PartialResponse(self.tokens[:-1], self.log_probs[:-1], self.weight_versions[:-1], tuple(self.servers))
 
@@ -126,7 +122,7 @@ class Trajectory:
         self.weight_versions = joined(VERSION, self.weight_versions, weight_versions)
 
     def add_reward(self, observation: Observation) -> None:
-        """Add what a turn earned; the last word on correctness holds."""
+        """Add the reward of a turn; the last word on correctness holds."""
         if observation.reward is None:
             return
         score = (self.verdict.score if self.verdict else 0.0) + observation.reward
@@ -134,7 +130,7 @@ class Trajectory:
         self.verdict = RewardResult(score, score > 0 if self.solved is None else self.solved)
 
     def fail(self, reason: str) -> None:
-        """End it where the environment failed: what was earned so far counts, the task is not solved."""
+        """End it by a failure of the environment: rewards so far count, the task is not solved."""
         self.finish_reason = "environment"
         score = self.verdict.score if self.verdict else 0.0
         self.verdict = RewardResult(score, correct=False, error=f"environment: {reason}")
@@ -149,8 +145,10 @@ async def single_turn(
 ) -> Trajectory:
     """Return a trajectory of one response, without an environment.
 
-    begun: what there is of it; its tokens are not asked for again. on_partial: called with what there is of it where it
-    does not end. Raises Aborted where it is aborted, and what `generate` raises.
+    begun: its beginning, which is not asked for again.
+    on_partial: called with the unfinished response if it does not end.
+
+    Raises Aborted if it is aborted, and the errors of `generate`.
     """
     trajectory = Trajectory(prompt.tokens)
     if begun is not None:
@@ -163,7 +161,7 @@ async def single_turn(
     so_far = joined(TOKEN, prompt.tokens, trajectory.tokens)
     try:
         generation = await generate(so_far, replace(params, max_new_tokens=rest), Budget())
-    except BaseException:  # one that is cancelled too
+    except BaseException:  # also if it is cancelled
         if begun is not None:
             on_partial(begun)
         raise
@@ -177,33 +175,24 @@ async def single_turn(
 
 
 @dataclass(frozen=True)
-class TurnLimits:
-    """Limits of one trajectory, beside those of its response (`SamplingParams.max_new_tokens`, the environment's tokens
-    included).
-
-    max_tokens_per_turn: of one turn of the model; a turn that reaches it goes to the environment as it is.
-    """
-
-    max_prompt_tokens: int
-    max_turns: int
-    max_tokens_per_turn: int | None
-    timeout_s: float
-
-
-@dataclass(frozen=True)
 class MultiTurn:
-    """Trajectories of several turns, with the environments of a pool."""
+    """Plays trajectories of several turns.
+
+    `SamplingParams.max_new_tokens` limits a whole response, the environment's tokens included.
+    """
 
     environments: EnvironmentPool
     tokenizer: Tokenizer
-    apply_chat_template: bool
-    limits: TurnLimits
+    data: DataConfig  # chat template, and the limit of a prompt with the environment's opening
+    keys: MultiTurnConfig  # limits of turns and seconds
 
     async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate, seed: int = 0) -> Trajectory:
         """Return a whole trajectory. A failure of its environment ends it and stands in its verdict.
 
-        seed: of the random generators of the environment's process. Raises UserError where the chat template refuses
-        the environment's messages, and what `generate` raises.
+        seed: of the random generators of the environment's process.
+
+        Raises UserError if the chat template refuses the environment's messages, and the errors of
+        `generate`.
         """
         trajectory = Trajectory(prompt.tokens)
         try:
@@ -222,7 +211,7 @@ class MultiTurn:
         generate: Generate,
     ) -> str:
         """Fill the trajectory; return why it ended."""
-        budget = Budget(self.limits.timeout_s)
+        budget = Budget(self.keys.timeout_s)
         task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         with budget.charge():
             opening = await environment.reset(task)
@@ -235,13 +224,13 @@ class MultiTurn:
             room = params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
             if room <= 0:  # to answer
                 return "length"
-            turn = replace(params, max_new_tokens=min(room, self.limits.max_tokens_per_turn or room))
+            turn = replace(params, max_new_tokens=min(room, self.keys.max_tokens_per_turn or room))
             try:
                 so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.tokens, environment_tokens)
                 generation = await generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
-            if generation.finish_reason == "abort":  # an environment is not brought back to where it was
+            if generation.finish_reason == "abort":  # an environment's state cannot be restored
                 raise Aborted
             trajectory.add_environment_turn(environment_tokens)
             trajectory.add_model_turn(generation)
@@ -253,14 +242,14 @@ class MultiTurn:
             trajectory.add_reward(observation)
             if observation.done:
                 return "stop"
-            if trajectory.num_turns >= self.limits.max_turns:
+            if trajectory.num_turns >= self.keys.max_turns:
                 return "turns"
             if budget.seconds_left <= 0.0:
                 return "time"
             last_token = int(generation.tokens[-1]) if len(generation.tokens) else None
             with _template_errors():
                 environment_tokens = self.tokenizer.encode_turn(
-                    observation.messages, last_token, self.apply_chat_template
+                    observation.messages, last_token, self.data.apply_chat_template
                 )
 
     def _prompt_tokens(self, prompt: Prompt, opening: Observation) -> tuple[int, ...]:
@@ -271,18 +260,18 @@ class MultiTurn:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         with _template_errors():
-            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.apply_chat_template)
-        if len(tokens) > self.limits.max_prompt_tokens:
+            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.data.apply_chat_template)
+        if len(tokens) > self.data.max_prompt_length:
             raise EnvironmentFailure(
                 f"exception: the prompt with the first observation has {len(tokens)} tokens, "
-                f"data.max_prompt_length is {self.limits.max_prompt_tokens}"
+                f"data.max_prompt_length is {self.data.max_prompt_length}"
             )
         return tokens
 
 
 @contextmanager
 def _template_errors() -> Iterator[None]:
-    """Raise what the chat template refuses as an error of the user, with what to do."""
+    """Raise a refusal by the chat template as UserError with a cure."""
     try:
         yield
     except UserError:

@@ -1,5 +1,4 @@
-"""Checks that enough responses got a verdict: a reward function that fails on all of them looks like a policy that is
-always wrong."""
+"""Checks that enough responses got a verdict: a reward function that always fails looks like a bad policy."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,11 +14,11 @@ _KINDS = ("exception", "timeout", "crash", "environment")
 
 
 class TooFewVerdicts(UserError):
-    """None of the responses got a verdict, or more than `reward.max_error_share` got none."""
+    """The share of responses without a verdict is above `reward.max_error_share`, or 1."""
 
 
 class VerdictCheck:
-    """The responses of one step, or of one evaluation, in numbers: all, and those that got no verdict."""
+    """Counts of the responses of a step or an evaluation, and of those without a verdict."""
 
     def __init__(self, reward: RewardConfig, what: str) -> None:
         self._reward = reward
@@ -27,14 +26,14 @@ class VerdictCheck:
         self.num_groups = 0
         self._num_samples = 0
         self._failures: Counter[str] = Counter()  # kind -> samples
-        self._last_words = ""  # of the last one that gave some
+        self._last_words = ""  # of the last failure with a text
 
     def count(self, samples: Sequence[Sample]) -> None:
-        """Count samples, but for replayed ones, which were scored in another step."""
+        """Count samples, except replayed ones, which were scored in another step."""
         self.count_errors(sample.reward_error for sample in samples if not sample.exp_mask)
 
     def count_errors(self, errors: Iterable[str | None]) -> None:
-        """Count responses, by why they got no verdict; None = they got one."""
+        """Count responses by the reason for a missing verdict; None = there is one."""
         for error in errors:
             self._num_samples += 1
             if error is not None:
@@ -52,18 +51,18 @@ class VerdictCheck:
         return other
 
     def are_too_few(self) -> bool:
-        """Return whether none got a verdict, or more than `reward.max_error_share` got none."""
+        """Return whether no response got a verdict, or too large a share got none (`reward.max_error_share`)."""
         num_failed = self._failures.total()
-        is_bearable = num_failed < self._num_samples and num_failed <= self._reward.max_error_share * self._num_samples
-        return num_failed > 0 and not is_bearable
+        most = self._reward.max_error_share * self._num_samples
+        return num_failed > 0 and (num_failed == self._num_samples or num_failed > most)
 
     def check_all_failed(self, last_traceback: str) -> None:
-        """Raise TooFewVerdicts where none got a verdict."""
+        """Raise TooFewVerdicts if no response got a verdict."""
         if self._failures.total() == self._num_samples:
             self.check(last_traceback)
 
     def check(self, last_traceback: str) -> None:
-        """Raise TooFewVerdicts where they `are_too_few`."""
+        """Raise TooFewVerdicts if there `are_too_few`."""
         if not self.are_too_few():
             return
         num_failed = self._failures.total()
@@ -80,7 +79,7 @@ class VerdictCheck:
         )
 
     def _scorers(self) -> str:
-        """Return the keys of those who give verdicts."""
+        """Return the keys that name the givers of verdicts."""
         if self._failures["environment"] == self._failures.total():
             return "actor_rollout_ref.rollout.multi_turn.environment"
         reward = self._reward

@@ -34,7 +34,7 @@ FOREIGN_VERSION = -1
 """Weight version of a server whose weights we did not push (SGLang names it "default")."""
 
 BODY_HEAD = 600
-CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes; who can wait less says so
+CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes
 POLL_INTERVAL_S = 0.25
 # A server closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before, also where this
 # process hears of it late: else a request meets one that is just closed, and fails.
@@ -43,15 +43,12 @@ _LOADS = "/v1/loads?include=core"
 
 
 class ServerError(RuntimeError):
-    """A server refused, failed, did not answer in time, or answered something that makes no sense.
-
-    url, route: who was asked what. status: the HTTP status, None where no answer came. body: head of the answer.
-    """
+    """A server refused, failed, did not answer in time, or gave a senseless answer."""
 
     def __init__(self, url: str, route: str, status: int | None, body: str) -> None:
         self.url = url
         self.route = route
-        self.status = status
+        self.status = status  # of HTTP; None without an answer
         self.body = body[:BODY_HEAD]
         super().__init__(url, route, status, self.body)  # all arguments, so that the error survives pickling
 
@@ -69,31 +66,23 @@ class KeyRefused(ServerError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled. temperature 0 = greedy; top_k -1 = off.
-
-    sampling_seed: in [-2^63, 2^63); only a server with deterministic inference reads it, and there the tokens of a
-    response follow from it. Without one SGLang takes 42 for all requests.
+    """SGLang's sampling parameters of one request, by its names.
 
     Every field is sent with each request, so that a server's own defaults never act.
     """
 
     max_new_tokens: int
-    temperature: float = 1.0
+    temperature: float = 1.0  # 0 = greedy
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # -1 = off
     stop_token_ids: tuple[int, ...] = ()
+    # in [-2^63, 2^63); only servers with deterministic inference read it, and take 42 for all requests without one
     sampling_seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Generation(TokenRecord):
-    """A server's answer to one request. The arrays are [L]; a stop token is part of them.
-
-    log_probs: at the sampling temperature, before top-p and top-k cut the distribution.
-    weight_versions: of the weights that wrote each token; FOREIGN_VERSION where it is not an integer.
-    server: the URL of the server. routed_experts: the answer to an `ExpertQuestion`, of another length; empty where
-    there is none.
-    """
+    """A server's answer to one request. The arrays are [L], with the stop token."""
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {
         "tokens": TOKEN,
@@ -103,25 +92,26 @@ class Generation(TokenRecord):
     }
 
     tokens: np.ndarray
-    log_probs: np.ndarray
+    log_probs: np.ndarray  # at the sampling temperature, before top-p and top-k cut the distribution
     finish_reason: Literal["stop", "length", "abort"]
-    weight_versions: np.ndarray
-    num_retractions: int = 0
-    num_cached_tokens: int = 0
-    server: str = ""
+    weight_versions: np.ndarray  # of each token; FOREIGN_VERSION if the server's is no integer
+    num_retractions: int = 0  # times that a full cache put the request back
+    num_cached_tokens: int = 0  # of the prompt, found in the cache
+    server: str = ""  # its URL
+    # answer to an `ExpertQuestion`, of another length; empty without one
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
 
 @dataclass(frozen=True)
 class ExpertQuestion:
-    """Asks a server for the experts that its routers chose, of the tokens from `start` on but the last one.
+    """Asks a server for its routers' choices, for all tokens from `start` on but the last.
 
-    Of a token that it read again, in a cache that was lost or recomputed after a push, they are those of the last time:
-    what the tokens behind it were written with.
+    A token may be read again, after its cache was lost or recomputed. The answer has the choices of the
+    last time, with which the tokens behind it were written.
     """
 
-    shape: RouterShape
-    start: int = 0
+    shape: RouterShape  # of a token's choices
+    start: int = 0  # first token
 
 
 class SGLangClient:

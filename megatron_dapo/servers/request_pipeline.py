@@ -1,4 +1,4 @@
-"""Requests that a server takes up in the order in which they were sent, though they do not wait for one another."""
+"""Pipelined requests: a server takes them up in the order sent, and they do not wait for one another."""
 
 import asyncio
 import socket
@@ -16,10 +16,10 @@ _NO_LINGERING = struct.pack("ii", 1, 0)  # struct linger: on, for 0 seconds
 
 @dataclass(frozen=True)
 class Answer:
-    """status: of HTTP. content_type: "" where the server names none."""
+    """An answer of a server."""
 
-    status: int
-    content_type: str
+    status: int  # of HTTP
+    content_type: str  # "" if the server names none
     body: bytes
 
 

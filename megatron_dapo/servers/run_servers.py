@@ -1,4 +1,4 @@
-"""The SGLang servers that a run or an evaluation starts on this machine: the rollout's, and the reward model's."""
+"""The SGLang servers that a run or an evaluation starts on this machine: the rollout's and the reward model's."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ class RunServers:
 
     @classmethod
     def of(cls, config: Config, log_dir: Path, first_gpu: int = 0) -> "RunServers":
-        """Return the servers that the config gives no URL of; as the constructor."""
+        """Return the servers without a URL in the config; as the constructor."""
         rollout, reward_model = starts_servers(config), starts_reward_model(config)
         return cls(config, log_dir, rollout=rollout, reward_model=reward_model, first_gpu=first_gpu)
 
@@ -64,25 +64,25 @@ class RunServers:
 
     @property
     def were_healthy(self) -> bool:
-        """Return whether all of them were, at some time."""
+        """Return whether all of them were healthy at some time."""
         return all(servers.were_healthy for servers in self._all)
 
     @property
     def urls(self) -> list[str]:
-        """Return the URLs of all of them, that of the reward model last."""
+        """Return the URLs of all of them, the reward model's last."""
         return [url for servers in self._all for url in servers.urls]
 
     @property
     def key_file(self) -> Path:
-        """Return the file of the key that all of them demand."""
+        """Return the file with the key that all of them demand."""
         return self._all[0].key_file
 
     def pids(self) -> list[int]:
-        """Return the processes that were started for them, that of the reward model last."""
+        """Return the processes that were started for them, the reward model's last."""
         return [pid for servers in self._all for pid in servers.pids()]
 
     def overrides(self) -> list[str]:
-        """Return what names these servers in a config."""
+        """Return overrides that name these servers in a config."""
         named = self._rollout.overrides() if self._rollout else []
         if self._reward_model is not None:
             [url] = self._reward_model.urls
@@ -96,10 +96,10 @@ class RunServers:
             servers.start()
 
     def check(self) -> bool:
-        """Look at every server once, and restart those that do not work; return whether all are healthy.
+        """Look at every server once and restart those that do not work; return whether all are healthy.
 
-        Raises ServerFailure where the rollout has no server left, or one was never healthy. Without its reward model a
-        run ends by itself, when too few responses got a verdict.
+        Raises ServerFailure if the rollout has no server left, or one was never healthy. Without its reward
+        model a run ends by itself, once too few responses got a verdict.
         """
         if self._reward_model is None:
             return self._rollout is None or self._rollout.check()
@@ -121,7 +121,7 @@ class RunServers:
 
 
 def _of_reward_model(config: Config) -> Config:
-    """Return the config of a run whose one server serves the reward model. Raises UserError where that is none."""
+    """Return the config of a run whose only server serves the reward model. Raises UserError if it is none."""
     model = config.reward.model
     folder = ModelFolder.of(str(model.path)).hf
     own = config.actor_rollout_ref.rollout.server

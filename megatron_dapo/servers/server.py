@@ -1,50 +1,42 @@
-"""One server of a run: what is known of it, and the requests that it has."""
+"""One server of a run: its state and its requests."""
 
 import asyncio
 import uuid
 from dataclasses import dataclass, field
-from enum import Enum
 
 from megatron_dapo.data.token_arrays import TokenIds
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError, SGLangClient
-
-
-class ServerState(Enum):
-    """What a server is good for now."""
-
-    DOWN = "down"  # does not answer
-    STALE = "stale"  # answers, but needs a push: it holds other weights than the trainer's, or was left paused by one
-    CURRENT = "current"
+from megatron_dapo.servers.server_health import ServerState
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request under way. oldest_allowed: the oldest weight version that may write its answer."""
+    """A request under way."""
 
     answer: asyncio.Task
-    oldest_allowed: int
+    oldest_allowed: int  # oldest weight version that may write the answer
 
 
 @dataclass
 class Server:
-    """One server, and what is known of it.
-
-    num_in_flight: requests that hold a slot. num_misses: health checks that failed in a row. paused_since: when it was
-    first seen paused with the requests that it has. is_ill: it takes no requests though it is not paused.
-    """
+    """One server as the controller knows it."""
 
     client: SGLangClient
     state: ServerState = ServerState.DOWN
-    num_in_flight: int = 0
-    num_misses: int = 0
-    paused_since: float | None = None
-    is_ill: bool = False
+    num_in_flight: int = 0  # requests that hold a slot
+    num_misses: int = 0  # failed health checks in a row
+    paused_since: float | None = None  # first seen paused with the requests that it has
     _requests: dict[str, Request] = field(default_factory=dict)  # by their ids
 
     @property
     def url(self) -> str:
         """Return the server's URL, which names it."""
         return self.client.url
+
+    @property
+    def answers(self) -> bool:
+        """Return whether requests or a push can reach it."""
+        return self.state in (ServerState.STALE, ServerState.CURRENT)
 
     async def generate(
         self,
@@ -55,8 +47,11 @@ class Server:
         cache_salt: str | None = None,
         experts: ExpertQuestion | None = None,
     ) -> Generation:
-        """Return the client's answer; raise ServerError at once where the server is found to be lost meanwhile, or to
-        hold weights older than the oldest allowed version."""
+        """Return the client's answer.
+
+        Raises ServerError at once if the server is lost meanwhile, or found to hold weights older than
+        oldest_allowed.
+        """
         request_id = uuid.uuid4().hex
         asking = self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts)
         answer = asyncio.create_task(asking)
@@ -71,13 +66,12 @@ class Server:
             answer.cancel()
 
     async def abort_requests(self, timeout_s: float) -> None:
-        """Ask for the answers to what is in flight, as far as they got. What cannot be asked for stays in flight."""
+        """Have the server answer all requests with the tokens that they have. Those that it does not hear of go on."""
         calls = (self.client.abort(request_id, timeout_s) for request_id in list(self._requests))
         await asyncio.gather(*calls, return_exceptions=True)
 
     def drop_requests(self, writes: int | None = None) -> None:
-        """End what is in flight, with a ServerError; where it is known by which weight version the server writes, only
-        what that one may not write."""
+        """End all requests with a ServerError; with `writes`, only those that this weight version may not write."""
         for request in self._requests.values():
             if writes is None or writes < request.oldest_allowed:
                 request.answer.cancel()

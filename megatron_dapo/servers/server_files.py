@@ -1,8 +1,8 @@
-"""Removes what an SGLang server keeps outside the run folder: a server removes nothing when it ends.
+"""Removes the files of an SGLang server outside the run folder: a server removes nothing when it ends.
 
-Its sockets (`tmp01234567` in TMPDIR) get a folder that no other server has. Its shared memory (/dev/shm/sglang_loads_*)
-has a random name, which only its own processes know: it is looked up among their open files, and written down in that
-folder, for whoever comes after a supervisor that was killed.
+Its sockets (`tmp01234567` in TMPDIR) get a folder of their own. Its shared memory (/dev/shm/sglang_loads_*)
+has a random name that only its processes know: it is looked up among their open files and noted in that
+folder, for the successor of a killed supervisor.
 """
 
 import fcntl
@@ -21,11 +21,13 @@ _SHARED_MEMORY_PATHS = "/dev/shm/sglang_loads_"
 
 
 class ServerFiles:
-    """The private folder of one start of a server. It is locked by the process that made it: where that is gone,
-    however it ended, the next one may remove it."""
+    """The private folder of one start of a server.
+
+    The process that made it holds its lock. Once that process is gone, the next one may remove it.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Make the folder where the server of this environment would keep its temporary files."""
+        """Make the folder in the place of the server's temporary files."""
         parent = Path(environment.get("TMPDIR") or tempfile.gettempdir())
         if not has_room_for_sockets(parent / f"{_PREFIX}01234567"):
             parent = Path("/tmp")
@@ -58,7 +60,7 @@ class ServerFiles:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the files of this user's servers whose supervisor is gone, and could not do it."""
+    """Remove the files that this user's killed supervisors left."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid() or not (folder / _SHARED_MEMORY).exists():
@@ -71,7 +73,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _locked(folder: Path) -> int:
-    """Return an open file that holds the lock on a folder. Raises OSError where another process has it."""
+    """Return an open file with the lock on a folder. Raises OSError if another process has it."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,14 @@
-"""What a server can be asked about its health, what an answer means, and the request itself."""
+"""Health of a server: its states, the events that change them, and the questions that tell.
+
+Two parties keep a state of each server. The controller (`ServerPool`) decides which servers get
+requests; it knows servers only by their answers. The supervisor (`ServerSupervisor`) owns the process
+and starts it again. They share no memory: the controller leaves a note (`report_unresponsive`), and the
+supervisor's `ServerWatch` then waits less long for an answer.
+"""
 
 import http.client
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -11,8 +17,86 @@ UNAVAILABLE = 503
 """SGLang's status for a server that does not do what the check asks of it."""
 
 
+class ServerState(Enum):
+    """A server as the controller knows it. Only a current one gets requests."""
+
+    DOWN = "down"  # does not answer, or was not asked yet
+    ILL = "ill"  # answers, but takes no requests after it was told to continue
+    STALE = "stale"  # answers, but needs a push: it holds other weights, or a push left it paused
+    CURRENT = "current"  # holds the trainer's weights and takes requests
+
+    def after(self, event: "ServerEvent") -> "ServerState":
+        """Return the next state: the same one if the table has no such event."""
+        return _STATES[self].get(event, self)
+
+
+class ServerEvent(Enum):
+    """Something that the controller learns of a server, and from whom."""
+
+    LOST = auto()  # no answer: to a request (Sampler), at the start of a step, or to several checks of the watch
+    STUCK = auto()  # told to continue, it takes no requests: at the start of a step, or by the watch
+    GENERATED = auto()  # an ill server wrote a token: the watch
+    BEHIND = auto()  # other weights, or paused: Sampler, at the start of a step, or by the watch
+    READY = auto()  # the trainer's weights, and not paused: at the start of a step, or by the watch
+
+
+_STATES: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
+    ServerState.DOWN: {
+        ServerEvent.STUCK: ServerState.ILL,
+        ServerEvent.BEHIND: ServerState.STALE,
+        ServerEvent.READY: ServerState.CURRENT,
+    },
+    # SGLang answers most routes of an ill server as those of a paused one: only a token ends this state
+    ServerState.ILL: {ServerEvent.GENERATED: ServerState.DOWN},
+    ServerState.STALE: {
+        ServerEvent.LOST: ServerState.DOWN,
+        ServerEvent.STUCK: ServerState.ILL,
+        ServerEvent.READY: ServerState.CURRENT,
+    },
+    ServerState.CURRENT: {
+        ServerEvent.LOST: ServerState.DOWN,
+        ServerEvent.STUCK: ServerState.ILL,
+        ServerEvent.BEHIND: ServerState.STALE,
+    },
+}
+
+
+class StartState(Enum):
+    """A server as its supervisor knows it."""
+
+    STOPPED = "stopped"  # not started yet, stopped, or given up
+    STARTING = "starting"  # its process runs and takes no requests yet
+    WORKING = "working"  # it took requests; from now on a `ServerWatch` tells whether it still works
+    WAITING = "waiting"  # its process ended; the next start is due later
+
+    def after(self, event: "StartEvent") -> "StartState":
+        """Return the next state. Raises KeyError for an event that cannot happen."""
+        return _START_STATES[self][event]
+
+
+class StartEvent(Enum):
+    """Something that the supervisor does with a server, or learns of it."""
+
+    STARTED = auto()  # its process was started
+    HEALTHY = auto()  # it takes requests for the first time
+    ENDED = auto()  # its process died, or was killed because it worked no more
+    STOPPED = auto()  # it was stopped, or given up
+
+
+_START_STATES: Mapping[StartState, Mapping[StartEvent, StartState]] = {
+    StartState.STOPPED: {StartEvent.STARTED: StartState.STARTING},
+    StartState.STARTING: {
+        StartEvent.HEALTHY: StartState.WORKING,
+        StartEvent.ENDED: StartState.WAITING,
+        StartEvent.STOPPED: StartState.STOPPED,
+    },
+    StartState.WORKING: {StartEvent.ENDED: StartState.WAITING, StartEvent.STOPPED: StartState.STOPPED},
+    StartState.WAITING: {StartEvent.STARTED: StartState.STARTING, StartEvent.STOPPED: StartState.STOPPED},
+}
+
+
 class HealthCheck(StrEnum):
-    """The routes of a server that say how well it is, each with what a good answer (status 200) proves."""
+    """The routes about a server's health. Each docstring says what a good answer (status 200) proves."""
 
     SCHEDULER_ANSWERS = "/server_info"
     """Its scheduler works, also while the server is paused."""
@@ -28,18 +112,14 @@ class HealthCheck(StrEnum):
 
 
 class HttpAnswer(NamedTuple):
-    """The answer to a request: its status, and the body."""
+    """An answer to a request."""
 
     status: int
     body: bytes
 
 
 def http_get(url: str, headers: Mapping[str, str], timeout_s: float) -> HttpAnswer:
-    """Send a GET request, through no proxy, and return the answer.
-
-    Raises:
-        OSError: where no answer came in time.
-    """
+    """Send a GET request, through no proxy, and return the answer. Raises OSError without one."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
@@ -53,7 +133,7 @@ def http_get(url: str, headers: Mapping[str, str], timeout_s: float) -> HttpAnsw
 
 
 def health_status(url: str, check: HealthCheck, headers: Mapping[str, str], timeout_s: float) -> int | None:
-    """Return the status with which a server answers a check; none where it does not answer."""
+    """Return the status of a server's answer to a check; None without an answer."""
     try:
         return http_get(f"{url}{check}", headers, timeout_s).status
     except OSError:

@@ -14,7 +14,7 @@ _FILE = "actor_rollout_ref.rollout.server_urls_file"
 
 
 class ServerList:
-    """The URLs of the servers at any time. Whoever writes the file may do so at any time."""
+    """The present URLs of the servers. The file may change at any time."""
 
     def __init__(self, urls: Sequence[str] = (), file: str | Path | None = None) -> None:
         self._urls = [url.rstrip("/") for url in urls]
@@ -23,11 +23,11 @@ class ServerList:
 
     @classmethod
     def of_config(cls, rollout: RolloutConfig) -> "ServerList":
-        """Return the list that the config names."""
+        """Return the list of the config."""
         return cls(rollout.server_urls, rollout.server_urls_file)
 
     def read(self) -> list[str]:
-        """Return the URLs, each once; none where the file is missing or empty.
+        """Return the URLs, each once; none if the file is missing or empty.
 
         Raises UserError naming a malformed line.
         """
@@ -39,10 +39,9 @@ class ServerList:
         return list(self._urls)
 
     def read_or_keep(self) -> list[str]:
-        """Return the URLs in a run that goes on.
+        """Return the URLs for a run under way.
 
-        Of a file that is gone, cannot be read or has a malformed line the log complains, once, and the last good list
-        stays.
+        If the file is gone, unreadable or malformed, the last good list stays, with one line in the log.
         """
         complaint = ""
         if self._file is not None:
@@ -71,13 +70,13 @@ class ServerList:
         return parse_urls(text, str(file))
 
     def __str__(self) -> str:
-        """Return what the list holds, and where it comes from."""
+        """Return the URLs and their source."""
         urls = ", ".join(self._urls) or "none"
         return f"{urls} (from {self._file})" if self._file is not None else urls
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Return the URLs of a text, one per line; empty lines and what follows # do not count, nor does a repetition."""
+    """Return the URLs of a text, one per line; repetitions, empty lines and comments (#) do not count."""
     urls: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         url = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""The servers of a run, and the choice among them: the least loaded one that is up and holds the current weights."""
+"""The servers of a run. A request goes to the least loaded one that is up and holds the current weights."""
 
 import asyncio
 import logging
@@ -10,14 +10,10 @@ from contextlib import asynccontextmanager, suppress
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
-from megatron_dapo.servers.client import (
-    FOREIGN_VERSION,
-    KeyRefused,
-    ServerError,
-    SGLangClient,
-)
+from megatron_dapo.servers.client import FOREIGN_VERSION, KeyRefused, ServerError, SGLangClient
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
-from megatron_dapo.servers.server import Server, ServerState
+from megatron_dapo.servers.server import Server
+from megatron_dapo.servers.server_health import ServerEvent, ServerState
 from megatron_dapo.servers.server_list import ServerList
 
 log = logging.getLogger(__name__)
@@ -34,18 +30,12 @@ _ABORT_CALL_S = 0.5  # that a server may take to hear of it: those that answer a
 
 
 class ServerPool:
-    """The servers of the run, which may become more and fewer, and what is known of them.
+    """The servers of the run, whose number may change, with their states (`server_health.py`).
 
-    A server that does not answer is left alone until its health check passes again; one that answers with another
-    weight version than `expect` named gets no further request until it holds that, and finishes what its own version
-    may write. One that is paused though it holds it is told to continue: at `expect` at once, with requests when no
-    push takes that long. All are watched, those at work too: what is in flight on one that is lost ends at once with a
-    ServerError. One that is no longer listed finishes what it has, and is watched until then.
-
-    max_concurrency: requests in flight per server. down_timeout_s: how long all servers may be down at once.
-    report_unresponsive: called with servers (URL -> why) that missed their health checks. push_s: how long a push may
-    pause servers that have requests; 0 = pushes happen when there are none. keeps_caches: a push leaves what was read
-    by the weights before it in the servers' caches.
+    Only current servers get requests. A stale one finishes the requests that its version may write. A
+    paused server with the right weights is told to continue: by `expect` at once, with requests once no
+    push takes that long. All servers are watched, also at work: requests at a lost one end at once with
+    a ServerError. A server that is no longer listed finishes its requests, and is watched until then.
     """
 
     def __init__(
@@ -59,13 +49,25 @@ class ServerPool:
         push_s: float = 0.0,
         keeps_caches: bool = False,
     ) -> None:
+        """Prepare; `start` asks the servers.
+
+        Args:
+            listed: the URLs at any time.
+            max_concurrency: requests in flight per server.
+            down_timeout_s: how long all servers may be down at once.
+            probe_interval_s: between two looks at a server.
+            connect: makes the client of a URL.
+            report_unresponsive: called with servers (URL -> why) that missed their health checks.
+            push_s: how long a push may pause servers with requests; 0 = pushes come when there are none.
+            keeps_caches: a push leaves the prefixes that older weights read in the servers' caches.
+        """
         self.servers: list[Server] = []
         self.version: int | None = None
         self.is_aborting = False
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
-        self._known: dict[str, Server] = {}  # those that were listed once: their clients are closed in the end
+        self._known: dict[str, Server] = {}  # all that were ever listed: their clients are closed in the end
         self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
         self._probe_interval_s = probe_interval_s
@@ -111,44 +113,48 @@ class ServerPool:
         self._follow()
 
     async def expect(self, version: int) -> None:
-        """Send requests only to servers that hold this weight version from now on. Asks every server for its own. What
-        is in flight goes on."""
+        """From now on send requests only to servers with this weight version. Ask every server for its own.
+
+        Requests in flight go on.
+        """
         self.version = version
         self._failure = None
         self._all_down_since = None
         self._take_list(self._listed.read_or_keep())
         self._follow()
-        await self._probe([server.url for server in self.servers if not server.is_ill])
+        await self._probe([server.url for server in self.servers if server.state is not ServerState.ILL])
         self._account()  # of a world without servers too
 
     def mean_num_current(self) -> float:
-        """Return how many servers took requests with the current weights: the mean since the last call."""
+        """Return the mean number of current servers since the last call."""
         self._account()
         return self._capacity.take()
 
     def mean_slots_used(self) -> float:
-        """Return the share of the current servers' slots that held a request: the mean since the last call."""
+        """Return the mean share of the current servers' slots that held a request, since the last call."""
         self._account()
         return self._slots_used.take()
 
     def mean_without_requests(self) -> float:
-        """Return the share of the servers that answer which had no request: the mean since the last call."""
+        """Return the mean share of idle servers among those that answer, since the last call."""
         self._account()
         return self._without_requests.take()
 
     def take_kv_used(self) -> tuple[float, float] | None:
-        """Return the share of a server's KV cache that its requests took, (mean, largest) of the looks at servers with
-        requests since the last call; None where there was no look."""
+        """Return (mean, largest) share of a KV cache in use, over the looks since the last call.
+
+        Only servers with requests are looked at. None without a look.
+        """
         return self._kv_used.take()
 
     def forget_means(self) -> None:
-        """Begin the means over time of the current servers anew."""
+        """Restart the means over time."""
         self.mean_num_current()
         self.mean_slots_used()
 
-    def urls(self, state: ServerState) -> list[str]:
-        """Return the listed servers in a state."""
-        return [server.url for server in self.servers if server.state is state]
+    def urls(self, *states: ServerState) -> list[str]:
+        """Return the listed servers in these states."""
+        return [server.url for server in self.servers if server.state in states]
 
     def in_flight(self) -> dict[str, int]:
         """Return url -> requests in flight, where there are any."""
@@ -156,26 +162,26 @@ class ServerPool:
 
     @property
     def cache_salt(self) -> str | None:
-        """Return what keeps a trajectory that begins now from beginnings that older weights read; None where servers
-        forget these at each push.
+        """Return the prefix-cache salt of new trajectories; it changes with the weight version.
 
-        It is new with `expect`, which comes a while after the push. A trajectory that begins meanwhile still has the
-        old salt: the new weights write it, and its tokens say so, but it may go on from a beginning that the old ones
-        read. That is no more than what a push does to all responses that it interrupts: the log-probs are those that it
-        was sampled with, and the loss corrects for the rest. An evaluation never meets it, since `expect` comes first.
-        The salt must not change earlier: under that of a version no server may read which does not hold it yet.
+        None if servers forget cached prefixes at each push. `expect` changes the salt, a while after the
+        push. A trajectory that begins meanwhile has the old salt: the new weights write it, and its tokens
+        say so, but its prefix may come from the old ones. A push does the same to all responses that it
+        interrupts: their log-probs are the sampled ones, and the loss corrects for the rest. An evaluation
+        never meets this, since `expect` comes first. The salt must not change earlier: no server without a
+        version may fill the cache under that version's salt.
         """
         return f"{self._salt}-{self.version}" if self._salt else None
 
     @property
     def num_free_slots(self) -> int:
-        """Return how many requests the current servers can take beside those that wait for a slot already."""
+        """Return the free slots of current servers, less the requests that wait for one."""
         current = (server for server in self.servers if server.state is ServerState.CURRENT)
         free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
         return max(free - self._num_waiting, 0)
 
     async def wait_for_slot_change(self) -> None:
-        """Return when next a slot becomes free, or a server's state changes.
+        """Wait until a slot becomes free, or a server's state changes.
 
         Raises RolloutError if all servers have been down for down_timeout_s, or are watched no more.
         """
@@ -185,13 +191,13 @@ class ServerPool:
 
     @asynccontextmanager
     async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
-        """Hold a slot of a current server.
+        """Hold a slot of a current server; wait while all are full or down.
 
-        One outside `avoid` if such a one is free; of those `prefer`, which knows the beginning of the text, or else the
-        least loaded.
+        avoid: servers to take only if no other is free.
+        prefer: the server that has the prefix of the text in its cache; else the least loaded.
 
-        Waits while all are full, or down. Raises NeedsSync if the only servers that answer are stale, RolloutError
-        if all have been down for down_timeout_s, Aborted while requests are aborted.
+        Raises NeedsSync if all servers that answer are stale, RolloutError if all have been down for
+        down_timeout_s, Aborted while requests are aborted.
         """
         self._num_waiting += 1
         try:
@@ -199,7 +205,7 @@ class ServerPool:
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiters.append(waiter)
                 await waiter
-        except BaseException:  # it may have been woken for a slot, which another one takes then
+        except BaseException:  # it may have been woken for a slot, which another request takes then
             self._wake(1)
             raise
         finally:
@@ -215,19 +221,17 @@ class ServerPool:
 
     def mark_down(self, server: Server, reason: str) -> None:
         """Send it no requests until a health check passes."""
-        if server.state is not ServerState.DOWN:
-            log.warning("server %s is down: %s", server.url, reason)
-        self._set_state(server, ServerState.DOWN)
+        self._note(server, ServerEvent.LOST, f"is down: {reason}")
 
     def mark_stale(self, server: Server, reason: str) -> None:
         """Send it no requests until it got a push."""
-        if server.state is not ServerState.STALE:
-            log.warning("server %s needs a push of the weights: %s", server.url, reason)
-        self._set_state(server, ServerState.STALE)
+        self._note(server, ServerEvent.BEHIND, f"needs a push of the weights: {reason}")
 
     async def abort_requests(self, timeout_s: float) -> None:
-        """Have the servers answer what is in flight with the tokens that they have; return when they did, or after
-        timeout_s. Until `is_aborting` is set back no request may be sent."""
+        """Have the servers answer all requests with the tokens that they have; wait for it up to timeout_s.
+
+        No request may be sent until `is_aborting` is reset.
+        """
         self.is_aborting = True
         self._wake()
         deadline = time.monotonic() + timeout_s
@@ -263,7 +267,7 @@ class ServerPool:
             raise failure
 
     def _wake(self, num_waiters: int | None = None) -> None:
-        """Let the longest waiting (or, with None, all) look again, and who waits for a change."""
+        """Let the requests that waited longest look again (None = all), and all that wait for a change."""
         self._slots_changed.set()
         self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:
@@ -272,22 +276,25 @@ class ServerPool:
                 waiter.set_result(None)
                 num_waiters = None if num_waiters is None else num_waiters - 1
 
-    def _set_state(self, server: Server, state: ServerState) -> None:
-        is_news = server.state is not state
+    def _note(self, server: Server, event: ServerEvent, news: str = "") -> None:
+        """Take in an event; log the news if it changes the state."""
+        state = server.state.after(event)
+        if state is server.state:
+            return
+        if news:
+            log.warning("server %s %s", server.url, news)
         self._account()
         server.state = state
         self._account()
-        if is_news:
-            self._wake()
+        self._wake()
 
     def _account(self) -> None:
-        """Note how many servers are current now, how full they are, how many have nothing to do, and since when all
-        are down."""
+        """Add the present to the means over time, and note since when all servers are down."""
         current = [server for server in self.servers if server.state is ServerState.CURRENT]
         self._capacity.add(len(current))
         num_slots = len(current) * self._max_concurrency
         self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
-        there = [server for server in self.servers if server.state is not ServerState.DOWN]
+        there = [server for server in self.servers if server.answers]
         num_without = sum(server.num_in_flight == 0 for server in there)
         self._without_requests.add(num_without / len(there) if there else 0.0)
         if there:
@@ -296,7 +303,7 @@ class ServerPool:
             self._all_down_since = time.monotonic()
 
     def _take_list(self, urls: Collection[str]) -> None:
-        """Take these servers for the listed ones. One that is listed anew is down until it was asked."""
+        """Take these URLs for the list. A newly listed server is down until it was asked."""
         before = {server.url for server in self.servers}
         if set(urls) == before:
             return
@@ -304,7 +311,7 @@ class ServerPool:
             if url not in self._known:
                 self._known[url] = Server(self._connect(url))
             if url not in before:
-                self._known[url].state = ServerState.DOWN
+                self._known[url].state = self._known[url].state.after(ServerEvent.LOST)
         self.servers = [self._known[url] for url in urls]
         if before:
             for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
@@ -314,7 +321,7 @@ class ServerPool:
         self._wake()
 
     def _follow(self) -> None:
-        """Watch every server that is listed, or still has requests."""
+        """Watch every server that is listed or still has requests."""
         listed = {server.url: server for server in self.servers}
         for url in self._watches.keys() - listed.keys():
             if not self._known[url].num_in_flight:
@@ -323,7 +330,7 @@ class ServerPool:
             self._watches[url] = self._keep_watching(self._watch_one(listed[url]))
 
     def _keep_watching(self, watch: Coroutine) -> asyncio.Task:
-        """Return a task that goes on until it is cancelled: what else ends it fails the run."""
+        """Start a background task; if it ends by itself, the run fails."""
         task = asyncio.create_task(watch)
         task.add_done_callback(self._note_end)
         return task
@@ -354,23 +361,23 @@ class ServerPool:
         self._classify(server, version, is_paused)
 
     async def _ask(self, server: Server) -> tuple[int, bool]:
-        """Return its weight version, and whether it is paused. Raises ServerError where it is not well."""
-        if server.is_ill:
+        """Return its weight version, and whether it is paused. Raises ServerError if it is not well."""
+        if server.state is ServerState.ILL:
             await server.client.check_generation(_PROBE_TIMEOUT_S)
-            server.is_ill = False
+            self._note(server, ServerEvent.GENERATED)
         elif server.state is ServerState.DOWN:
             await server.client.check_health(_PROBE_TIMEOUT_S)
         is_paused = await server.client.is_paused(_PROBE_TIMEOUT_S)
         return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
 
     async def _resume(self, server: Server) -> None:
-        """Have it take requests again while no push is under way. Raises ServerError where it is not paused but ill."""
+        """Have it take requests again while no push is under way. Raises ServerError if it is ill, not paused."""
         log.warning("server %s is paused, or ill: it is told to continue", server.url)
         server.paused_since = None
         try:
             await server.client.resume(_PROBE_TIMEOUT_S)
-        except ServerError:
-            server.is_ill = True
+        except ServerError as error:
+            self._note(server, ServerEvent.STUCK, f"is ill: {error}")
             raise
 
     def _classify(self, server: Server, version: int, is_paused: bool) -> None:
@@ -379,7 +386,7 @@ class ServerPool:
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
             self.mark_stale(server, "it is paused: it takes no requests")
         else:
-            self._set_state(server, ServerState.CURRENT)
+            self._note(server, ServerEvent.READY)
 
     async def _watch_one(self, server: Server) -> None:
         while True:
@@ -388,9 +395,9 @@ class ServerPool:
             await self._note_kv_used(server)
 
     async def _look_after(self, server: Server) -> None:
-        """Ask whether it is up, with which weights. One that was up may miss a check.
+        """Ask whether it is up, with which weights; it may miss a check.
 
-        What is in flight on a server that is lost is lost too, and on one that was started again.
+        The requests of a server that is lost, or was started again, are lost too.
         """
         try:
             version, is_paused = await self._ask(server)
@@ -405,7 +412,7 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
-        if server.is_ill:  # as `expect` saw since it was asked
+        if server.state is ServerState.ILL:  # as `expect` found since it was asked
             return
         is_overdue = self._is_paused_by_others(server, is_paused)
         # a pause, or a newer version than is asked for, is a push under way, before `expect` is told of it
@@ -416,8 +423,7 @@ class ServerPool:
         if is_overdue and version == self.version:
             try:
                 await self._resume(server)
-            except ServerError as error:
-                self.mark_down(server, str(error))
+            except ServerError:
                 server.drop_requests()
                 return
             is_paused = False
@@ -426,14 +432,14 @@ class ServerPool:
             server.drop_requests(version)
 
     async def _note_kv_used(self, server: Server) -> None:
-        """Note how full its cache is, where it is at work. Whether it is well, other questions tell."""
+        """Note how full its cache is, if it has requests. Other questions tell its health."""
         if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
             return
         with suppress(ServerError):
             self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
 
     def _is_paused_by_others(self, server: Server, is_paused: bool) -> bool:
-        """Return whether it had requests and took none for longer than a push may take."""
+        """Return whether it has been paused under requests for longer than a push may take."""
         if not (is_paused and server.num_in_flight > 0):
             server.paused_since = None
             return False

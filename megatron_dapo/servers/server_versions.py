@@ -1,4 +1,4 @@
-"""What servers say of themselves, where a run needs a certain SGLang version or setting."""
+"""Checks that servers have the SGLang version and settings that a run needs."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Watches whether a server still works: its processes may live, and its HTTP side answer, while nothing is generated.
+"""Watches whether a server still works: processes may live and HTTP may answer while nothing is generated.
 
-Those who meet a server that does not answer (the trainer in a push, the controller) are not those who can start it
-again: they leave a note in the run folder, and the server's supervisor looks into it.
+The trainer and the controller meet silent servers, but only a supervisor can start them again. They leave
+a note in the run folder, and the supervisor's watch looks into it.
 """
 
 import logging
@@ -31,7 +31,7 @@ PUSH_MARGIN_S = 60.0
 
 
 def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
-    """Have the supervisors of these servers (URL -> what was seen) look after them. Never raises."""
+    """Leave a note about these servers (URL -> observation) for their supervisors. Never raises."""
     for url, text in why.items():
         note = run.unresponsive(url)
         try:
@@ -42,12 +42,12 @@ def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
 
 
 class ServerWatch:
-    """A thread that asks one server every few seconds how it is, until `stop`.
+    """A thread that asks one server for its health every few seconds, until `stop`.
 
-    `/server_info` is answered by the scheduler, `/health_generate` by whatever scheduler and detokenizer did meanwhile;
-    the second is asked only of a server that is not paused: a paused one generates nothing. Neither disturbs a server
-    at work. While a note of `report_unresponsive` is there, SUSPECT_LIMIT_S is the limit. It goes when the server is
-    seen to work; one that is paused may answer while its GPUs still wait for a dead one.
+    The scheduler answers `/server_info`; the work of scheduler and detokenizer answers
+    `/health_generate`, which is asked only of a server that is not paused. Neither disturbs a server at
+    work. A note of `report_unresponsive` makes the server suspect: SUSPECT_LIMIT_S is its limit until it is
+    seen to work. A paused server stays suspect, since it may answer while its GPUs wait for a dead one.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ServerWatch:
         """Begin to watch.
 
         Args:
-            status_of: (check, seconds) -> the status of the answer; none without one.
-            silent_limit_s: how long the scheduler may be silent when nobody says that it is stuck.
+            status_of: (check, seconds) -> status of the answer; None without one.
+            silent_limit_s: longest silence of the scheduler of a server that is not suspect.
             note: file of `report_unresponsive` about this server.
         """
         self._status_of = status_of
@@ -76,7 +76,7 @@ class ServerWatch:
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
 
     def failure(self) -> str | None:
-        """Return what it has not answered for too long, in words; None while it works."""
+        """Return its failure to answer in words; None while it works."""
         if self._num_misses < MIN_MISSES:
             return None
         silence_s = time.monotonic() - self._answered_at

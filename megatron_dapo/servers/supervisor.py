@@ -20,7 +20,7 @@ from megatron_dapo.config.derived import replays_servers_experts, servers_per_no
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.child_process import TAIL_PREFIX, ChildProcess
 from megatron_dapo.servers.server_files import ServerFiles
-from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, health_status
+from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, StartEvent, StartState, health_status
 from megatron_dapo.servers.server_watch import PUSH_MARGIN_S, ServerWatch
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
@@ -46,7 +46,7 @@ class ServerFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerCommand:
-    """How one server is started; the same for its restarts."""
+    """The command line of a server and all its variables; the same for its restarts."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -56,14 +56,14 @@ ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
 class ServerStart:
-    """One start of a server: its process, what that keeps outside the run folder, and its watch once it is healthy."""
+    """One start of a server: its process, its files outside the run folder, and its watch once it works."""
 
     def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float) -> None:
         self._started = time.monotonic()
         self.deadline = self._started + startup_timeout_s
         self.files = ServerFiles(command.environment)
         self.process = ChildProcess(name, command.command, log_file, command.environment | self.files.variables)
-        self.watch: ServerWatch | None = None  # from when it is healthy: then it and the process tell how it is
+        self.watch: ServerWatch | None = None  # from the first healthy answer on
 
     def age_s(self) -> float:
         """Return the seconds since the start."""
@@ -77,33 +77,42 @@ class ServerStart:
 
 
 class SupervisedServer:
-    """One server over all its starts.
-
-    current: its last start, None before the first one and after the server was given up or stopped. starts_again_at:
-    when that start ended and the next one waits.
-    """
+    """One server over all its starts."""
 
     def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
+        self.state = StartState.STOPPED
         self.name = name
         self.url = url
         self.command = command
         self.log_file = log_file
-        self.current: ServerStart | None = None
+        self.current: ServerStart | None = None  # the last start; None while it is stopped
         self.num_restarts = 0
         self.num_failed_starts = 0  # in a row
-        self.starts_again_at: float | None = None
+        self.starts_again_at = 0.0  # while it waits
         self._headers = key_header(key)
 
     def start(self, startup_timeout_s: float) -> None:
         """Start its process, the first time or again."""
         if self.current is not None:
             self.current.files.remove()
-        self.starts_again_at = None
+        self.state = self.state.after(StartEvent.STARTED)
         self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
 
+    def begin_watch(self, current: ServerStart, watch: ServerWatch) -> None:
+        """Note that it takes requests."""
+        self.state = self.state.after(StartEvent.HEALTHY)
+        current.watch = watch
+        log.info("%s is healthy at %s after %.0f s", self.name, self.url, current.age_s())
+
+    def wait(self, delay_s: float) -> None:
+        """Note that its process ended, and when the next one is due."""
+        self.state = self.state.after(StartEvent.ENDED)
+        self.starts_again_at = time.monotonic() + delay_s
+
     def forget(self) -> None:
-        """Remove what is left of it after the end of all its processes."""
+        """Remove its files after the end of all its processes."""
+        self.state = self.state.after(StartEvent.STOPPED)
         if self.current is not None:
             self.current.files.remove()
         self.current = None
@@ -166,7 +175,7 @@ class ServerSupervisor:
         ]
 
     def overrides(self) -> list[str]:
-        """Return what names these servers in a trainer's config."""
+        """Return overrides that name these servers in a trainer's config."""
         keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
         return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
 
@@ -184,15 +193,20 @@ class ServerSupervisor:
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> bool:
-        """Look at every server once, restart those that are dead or do not work any more.
+        """Look at every server once and restart those that are dead or work no more.
 
-        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up. Returns True
-        if all are healthy, but for those that were given up. Raises ServerFailure when none is left, or where one would
+        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up.
+        Returns whether all others are healthy. Raises ServerFailure if none is left, or if a server would
         be given up before all were healthy once: then it is a mistake.
         """
         running = self._running()
         assert running, "start() comes before check(), and stop() after it"
-        healthy = all([self._check_one(server, current) for server, current in running])
+        checks = {
+            StartState.WAITING: self._start_if_due,
+            StartState.STARTING: self._check_start,
+            StartState.WORKING: self._check_work,
+        }
+        healthy = all([checks[server.state](server, current) for server, current in running])
         self.were_healthy |= healthy
         return healthy
 
@@ -214,28 +228,34 @@ class ServerSupervisor:
             port.release()
 
     def _running(self) -> list[tuple[SupervisedServer, ServerStart]]:
-        """Return the servers that were not given up, with their last starts."""
+        """Return the servers that are not stopped, with their last starts."""
         return [(server, server.current) for server in self._servers if server.current is not None]
 
-    def _check_one(self, server: SupervisedServer, current: ServerStart) -> bool:
-        if server.starts_again_at is not None:
-            if time.monotonic() >= server.starts_again_at:
-                server.start(self._settings.startup_timeout_s)
-            return False
+    def _start_if_due(self, server: SupervisedServer, current: ServerStart) -> bool:
+        if time.monotonic() >= server.starts_again_at:
+            server.start(self._settings.startup_timeout_s)
+        return False
+
+    def _check_work(self, server: SupervisedServer, current: ServerStart) -> bool:
+        assert current.watch is not None
+        code = current.process.poll()
+        failure = exit_phrase(code) if code is not None else None
+        if failure is None and (silence := current.watch.failure()):
+            failure = f"{silence}, and is killed"
+        if failure is not None:
+            self._restart(server, current, failure)
+        return failure is None
+
+    def _check_start(self, server: SupervisedServer, current: ServerStart) -> bool:
         code = current.process.poll()
         if code is not None:
             self._restart(server, current, exit_phrase(code))
             return False
-        if current.watch is not None:
-            failure = current.watch.failure()
-            if failure:
-                self._restart(server, current, f"{failure}, and is killed")
-            return failure is None
         is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
         current.files.note(current.process.pids())
         if is_up:
-            current.watch = ServerWatch(server.status_of, self._silent_limit_s, self._run.unresponsive(server.url))
-            log.info("%s is healthy at %s after %.0f s", server.name, server.url, current.age_s())
+            note = self._run.unresponsive(server.url)
+            server.begin_watch(current, ServerWatch(server.status_of, self._silent_limit_s, note))
             return True
         if time.monotonic() > current.deadline:
             why = (
@@ -254,17 +274,15 @@ class ServerSupervisor:
             self._give_up(server, current, f"{server.url}: {times}: {end}")
             return
         server.num_restarts += 1
-        server.num_failed_starts = 0 if current.watch is not None else server.num_failed_starts + 1
+        server.num_failed_starts = 0 if server.state is StartState.WORKING else server.num_failed_starts + 1
         delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
         log.error(
             "%s at %s %s; restart %d of %d%s",
             *(server.name, server.url, why, server.num_restarts, self._settings.max_restarts),
             f" in {delay_s:.0f} s" if delay_s else "",
         )
-        if delay_s:
-            server.starts_again_at = time.monotonic() + delay_s
-        else:
-            server.start(self._settings.startup_timeout_s)
+        server.wait(delay_s)
+        self._start_if_due(server, current)
 
     def _give_up(self, server: SupervisedServer, current: ServerStart, why: str) -> None:
         if not self.were_healthy:
@@ -278,7 +296,7 @@ class ServerSupervisor:
 
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
-    """Return how an SGLang server of a config is started. gpus: what CUDA_VISIBLE_DEVICES gets; empty on a CPU."""
+    """Return the command of an SGLang server. gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU."""
     from megatron_dapo.platform import nccl
     from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
 
@@ -374,7 +392,7 @@ class ReservedPort:
 
 
 def _reachable(host: str) -> str:
-    """Return what others call a server that binds to `host`. Raises UserError where that is nothing that leads here."""
+    """Return the host by which others reach a server bound to `host`. Raises UserError if there is none."""
     if host in ("0.0.0.0", "::"):
         bound_to = host
         host = node_name()  # as a job's plan has it
@@ -395,9 +413,9 @@ def _words_of_options(*options: tuple[str, object]) -> list[str]:
 
 
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Return per server the GPUs it may see, in the numbering of this process's CUDA_VISIBLE_DEVICES; none on a CPU.
+    """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES; none on a CPU.
 
-    Raises UserError where there are too few, or none that torch can use.
+    Raises UserError if there are too few, or none that torch can use.
     """
     from megatron_dapo.platform.device import is_gpu, require_usable_gpus
 

@@ -1,5 +1,4 @@
-"""The optional models beside the policy: one interface for the loop, whether they are there or
-not."""
+"""The optional models beside the policy, and their null objects: the loop asks either in the same way."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -42,25 +41,24 @@ class TimedCritic:
 
     def __init__(self, critic: Critic, phase: Phase) -> None:
         self._phase = phase
-        self.models = [critic]
+        self.model = critic
 
     def score(self, shard: StepShard) -> StepShard:
         """Return the shard with values. Collective over all ranks."""
         with self._phase("values"):
-            return self.models[0].score(shard)
+            return self.model.score(shard)
 
     def update(self, shard: StepShard) -> dict[str, float]:
         """Take the critic's optimizer steps towards the shard's returns; return its metrics.
         Collective."""
         with self._phase("update_critic"):
-            return self.models[0].update(shard)
+            return self.model.update(shard)
 
 
 class NoCritic:
     """The critic of a run whose advantages need no values."""
 
-    def __init__(self) -> None:
-        self.models: list[Critic] = []
+    model = None
 
     def score(self, shard: StepShard) -> StepShard:
         return shard

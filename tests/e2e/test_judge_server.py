@@ -10,7 +10,7 @@ import pytest
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.controller import make_scorers
+from megatron_dapo.rollout.build_rollout import make_scorers
 
 pytestmark = pytest.mark.e2e
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dapo.common.rollout_errors import NeedsSync
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
@@ -110,7 +111,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
     url, servers = server.url, server.supervisor
     with ThreadPoolExecutor() as threads:
         handle.wait_ready()
-        assert handle.next_batch(1, 1).needs_sync  # the server has the weights of its start
+        with pytest.raises(NeedsSync):  # the server has the weights of its start
+            handle.next_batch(1, 1)
         asyncio.run(name_weights(server, 1))
         batch = handle.next_batch(1, 1)
         check_groups(batch, version=1)
@@ -130,8 +132,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
         time.sleep(3)  # the requests are at the server by then
         assert not step.done()
         os.kill(pid, signal.SIGKILL)
-        with forked_servers():
-            assert supervise(servers, step).needs_sync
+        with forked_servers(), pytest.raises(NeedsSync):
+            supervise(servers, step)
         assert servers.pids() != [pid] and servers.urls == [url]
         # it holds the checkpoint's weights again, and says so
         assert asyncio.run(weight_version(server)) == FOREIGN_VERSION

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from megatron_dapo.algorithms.estimators import GROUP_ESTIMATORS, group_advantages, rloo_advantages
 from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.algorithms.kl import FULL_KL, KL_CONTROLLERS, KL_PENALTIES, kl_penalty
+from megatron_dapo.config.schema.algorithm import OverlongRewardShapingConfig
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Sample
 from megatron_dapo.queue.group_filter import FILTER_METRICS, FILTER_MODES, has_spread
-from megatron_dapo.rewards.shaping import TRUNCATION_MODES, OverlongShaping, overlong_penalty, shape
+from megatron_dapo.rewards.shaping import TRUNCATION_MODES, overlong_penalty, shape, unshaped
 
 pytestmark = pytest.mark.unit
 
@@ -94,14 +95,17 @@ def test_of_equal_rewards_nobody_is_better(reward):
 # ------------------------------------------------------------------------------------------------ shaping
 
 
+def shaped(raw, num_tokens, is_truncated, max_response_length=20, **keys):
+    return shape(raw, num_tokens, is_truncated, OverlongRewardShapingConfig(**keys), max_response_length)
+
+
 @pytest.mark.parametrize(
     "num_tokens, penalty", [(0, 0.0), (16, 0.0), (17, -0.5), (18, -1.0), (19, -1.5), (20, -2.0), (21, -2.0), (99, -2.0)]
 )
 def test_the_soft_punishment_is_linear_in_the_buffer_and_constant_beyond(num_tokens, penalty):
     # L = 20, B = 4, factor 2
     assert overlong_penalty(num_tokens, 16, 4, 2.0) == pytest.approx(penalty)
-    shaping = OverlongShaping(max_response_length=20, buffer_len=4, penalty_factor=2.0)
-    assert shape(1.0, num_tokens, False, shaping) == pytest.approx((1.0 + penalty, penalty))
+    assert shaped(1.0, num_tokens, False, buffer_len=4, penalty_factor=2.0) == pytest.approx(1.0 + penalty)
 
 
 @given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 20), st.floats(0.0, 5.0), st.floats(-3.0, 3.0))
@@ -109,24 +113,22 @@ def test_the_soft_punishment_is_the_documents_formula_and_ends_at_the_factor(num
     """min(-(length - expected) / buffer * factor, 0), as written down; beyond the buffer it stays (eq. 13)."""
     penalty = min(-(num_tokens - expected) / buffer * factor, 0.0)
     penalty = -factor if num_tokens > expected + buffer else penalty
-    shaping = OverlongShaping(expected + buffer, buffer, penalty_factor=factor)
-    assert shape(raw, num_tokens, False, shaping) == pytest.approx((raw + penalty, penalty), abs=1e-12)
+    reward = shaped(raw, num_tokens, False, expected + buffer, buffer_len=buffer, penalty_factor=factor)
+    assert reward == pytest.approx(raw + penalty, abs=1e-12)
 
 
 def test_the_expected_length_moves_the_interval():
-    shaping = OverlongShaping(max_response_length=20, buffer_len=4, expected_len=10)
-    penalties = [shape(0.0, n, False, shaping)[1] for n in (10, 12, 14, 20)]
-    assert penalties == pytest.approx([0.0, -0.5, -1.0, -1.0])
+    rewards = [shaped(0.0, n, False, buffer_len=4, expected_len=10) for n in (10, 12, 14, 20)]
+    assert rewards == pytest.approx([0.0, -0.5, -1.0, -1.0])
 
 
 def test_with_a_buffer_truncation_is_punished_by_length_alone():
-    shaping = OverlongShaping(max_response_length=20, buffer_len=4, truncation_penalty=-7.0)
-    assert shape(1.0, 20, True, shaping) == (0.0, -1.0)
-    assert shape(1.0, 5, True, shaping) == (1.0, 0.0)
+    assert shaped(1.0, 20, True, buffer_len=4, truncation_penalty=-7.0) == 0.0
+    assert shaped(1.0, 5, True, buffer_len=4, truncation_penalty=-7.0) == 1.0
 
 
 @pytest.mark.parametrize(
-    "mode, raw, penalty, shaped",
+    "mode, raw, penalty, reward",
     [
         ("additive", 1.0, -0.5, 0.5),
         ("additive", -1.0, -0.5, -1.5),
@@ -145,22 +147,21 @@ def test_with_a_buffer_truncation_is_punished_by_length_alone():
         ("cap", -1.0, -0.5, -1.0),
     ],
 )
-def test_every_truncation_mode_by_hand(mode, raw, penalty, shaped):
-    shaping = OverlongShaping(max_response_length=20, truncation_penalty=penalty, mode=mode)
-    assert shape(raw, 20, True, shaping) == pytest.approx((shaped, shaped - raw))
-    assert shape(raw, 20, False, shaping) == (raw, 0.0)
+def test_every_truncation_mode_by_hand(mode, raw, penalty, reward):
+    keys = dict(truncation_penalty=penalty, soft_penalty_mode=mode)
+    assert shaped(raw, 20, True, **keys) == pytest.approx(reward)
+    assert shaped(raw, 20, False, **keys) == raw
 
 
 @pytest.mark.parametrize("mode", TRUNCATION_MODES)
 @given(raw=st.floats(-10, 10), penalty=st.floats(-10, 0))
 def test_no_mode_ever_rewards_truncation(mode, raw, penalty):
     """Of rewards 0 and 1, and of -1 and 1."""
-    shaping = OverlongShaping(max_response_length=20, truncation_penalty=penalty, mode=mode)
-    assert shape(raw, 20, True, shaping)[0] <= raw
+    assert shaped(raw, 20, True, truncation_penalty=penalty, soft_penalty_mode=mode) <= raw
 
 
 def test_without_shaping_the_reward_stays():
-    assert shape(1.0, 10**6, True, None) == (1.0, 0.0)
+    assert unshaped(1.0, 10**6, True) == 1.0
 
 
 # ------------------------------------------------------------------------------------------------ filters

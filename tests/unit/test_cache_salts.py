@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import Budget
 from megatron_dapo.servers.client import SamplingParams
 from megatron_dapo.servers.server_list import ServerList
@@ -13,6 +14,8 @@ from tests.fake_rollout import WORDS, WritingServer
 from tests.unit.test_pushes_in_flight import PROBE_S, AllRight, Words, check_labels, draw, rollout, sample, versions
 
 pytestmark = pytest.mark.unit
+
+NO_RETRIES = RolloutConfig(request_timeout_s=30.0, max_retries=0)
 
 
 @pytest.mark.parametrize("keeps_caches", [True, False])
@@ -53,7 +56,7 @@ def test_a_response_that_begins_between_a_push_and_expect_is_labelled_right_and_
             check_labels([between, unread])
             assert versions(between) == versions(unread) == [{2}] * 2
             await pool.expect(2)
-            exact = Sampler(pool, AllRight(), Words(), RetryPolicy(30.0, 0), len(WORDS), exact=True)
+            exact = Sampler(pool, AllRight(), Words(), NO_RETRIES, len(WORDS), exact=True)
             check_labels([await sample(exact, draw(number, version=2)) for number in (0, 1)])
             assert server.num_old_prefixes == 2
 
@@ -73,7 +76,7 @@ def test_a_run_reads_no_prefix_that_another_run_left_at_the_same_version():
             try:
                 await again.start(10.0)
                 await again.expect(1)
-                await sample(Sampler(again, AllRight(), Words(), RetryPolicy(30.0, 0), len(WORDS)), draw(0, version=1))
+                await sample(Sampler(again, AllRight(), Words(), NO_RETRIES, len(WORDS)), draw(0, version=1))
             finally:
                 await again.close()
             assert server.num_old_prefixes == 0

@@ -1,6 +1,5 @@
 """The files of a checkpoint: damage of every kind is found and named, folders appear whole, old ones go."""
 
-import gzip
 import json
 import shutil
 
@@ -296,23 +295,6 @@ def test_arrays_of_a_state_come_back_as_they_were(tmp_path):
 def test_an_array_of_another_kind_is_refused(tmp_path, array):
     with pytest.raises(TypeError, match="cannot hold"):
         write_controller_state(tmp_path, {"extra_info": array})
-
-
-def test_the_state_of_a_program_that_wrote_json_is_read_and_a_later_one_counts(tmp_path):
-    old = {"queue": {"kept": [{"log_probs": [-0.1, -0.5]}]}}
-    (tmp_path / "controller.json.gz").write_bytes(gzip.compress(json.dumps(old).encode()))
-    assert read_controller_state(tmp_path) == old
-    later = {"queue": {"kept": [{"log_probs": [-0.7]}]}}
-    (tmp_path / "controller.1.json.gz").write_bytes(gzip.compress(json.dumps(later).encode()))
-    write_manifest(tmp_path, ["controller"])
-    assert read_controller_state(tmp_path) == later
-    add_controller_state(tmp_path, {"drawn": 3})
-    assert verify(tmp_path) == Verdict(()) and read_controller_state(tmp_path) == {"drawn": 3}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "controller.2.safetensors",
-        "controller.json.gz",
-        "manifest.json",
-    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"no tensors", b"\0" * 64, save({"other": np.zeros(1, np.uint8)})])

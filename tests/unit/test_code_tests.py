@@ -22,7 +22,7 @@ from megatron_dapo.rewards.code.cases import program, read_cases, same_output
 from megatron_dapo.rewards.code.reward import code_tests
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_registry import check_ground_truths
-from megatron_dapo.rollout.controller import make_reward_pool
+from megatron_dapo.rollout.build_rollout import make_reward_pool
 from tests.silence import SILENCE
 
 pytestmark = pytest.mark.unit

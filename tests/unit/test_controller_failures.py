@@ -6,7 +6,15 @@ import pytest
 
 from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
 from megatron_dapo.rollout.controller import Controller
-from tests.fake_rollout import FakeServer, Script, make_config, prompt_numbers, rollout_folder, run_in_folder
+from tests.fake_rollout import (
+    FakeServer,
+    Script,
+    make_config,
+    needs_sync,
+    prompt_numbers,
+    rollout_folder,
+    run_in_folder,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -71,13 +79,11 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_sync_and_nothing
         server.version = "default"
         server.hold.set()
         await server.start()
-        batch = await pending
-        assert batch.needs_sync and not batch.groups
+        assert await needs_sync(pending)
         assert not script.num_answers
 
         server.version = 1
         batch = await controller.next_batch(1, 1)
-        assert not batch.needs_sync
         assert prompt_numbers(batch) == [0, 1, 2, 3]
         assert prompt_numbers(await controller.next_batch(2, 1)) == [4, 5, 6, 7]
 
@@ -98,7 +104,7 @@ def test_samples_by_other_weights_are_not_used_and_finished_groups_stay(folder):
             return answer(prompt)
 
         script.answer = answer_and_restart
-        assert (await controller.next_batch(1, 1)).needs_sync
+        assert await needs_sync(controller.next_batch(1, 1))
         server.version = 1
         batch = await controller.next_batch(1, 1)
         assert prompt_numbers(batch) == [0, 1, 2, 3]
@@ -115,7 +121,7 @@ def test_with_one_stale_server_of_two_the_gen_batch_is_finished_by_the_other(fol
     async def scenario(controller, servers):
         batch = await controller.next_batch(1, 1)
         servers[0].version = 0
-        assert (await controller.next_batch(2, 1)).needs_sync  # before work is spent on half of the servers
+        assert await needs_sync(controller.next_batch(2, 1))  # before work is spent on half of the servers
         servers[0].version = 1
         servers[0].hold.clear()
         pending = asyncio.create_task(controller.next_batch(2, 1))
@@ -133,7 +139,7 @@ def test_with_one_stale_server_of_two_the_gen_batch_is_finished_by_the_other(fol
 def test_pushes_that_do_not_help_end_with_the_server(folder):
     async def scenario(controller, servers):
         for _ in range(3):
-            assert (await controller.next_batch(1, 5)).needs_sync
+            assert await needs_sync(controller.next_batch(1, 5))
         with pytest.raises(RolloutError, match=servers[0].url):
             await controller.next_batch(1, 5)
         with pytest.raises(NeedsSync, match=servers[0].url):

@@ -5,7 +5,6 @@ import json
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +14,6 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.queue.group_filter import by_correctness
 from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits, staleness
-from megatron_dapo.queue.plain_data import group_to_plain
-from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
 
 pytestmark = pytest.mark.unit
@@ -138,8 +135,7 @@ def test_the_age_of_what_is_trained_on_is_that_of_its_new_tokens():
 
 
 def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again():
-    """As in the checkpoints of a program that kept surplus, which noted no version of a draw, or of a run that allowed
-    more."""
+    """As in the checkpoint of a run that allowed more."""
     before = make_queue(train=1, gen=3, max_staleness=5)
     before.begin(4, weight_version=3)
     run_gen_batch(before, 0, [MIXED] * 3, version=3)
@@ -200,53 +196,6 @@ def test_a_step_that_is_ready_waits_for_no_draws_of_a_run_that_was_further_ahead
     assert indices(taken.groups) == [0, 1] and taken.num_discarded == 2 and queue.account.is_closed
 
 
-# As a program with gen batches wrote them: in the middle of the second gen batch of a step, and between two steps.
-DRAWN_BEFORE = [{"uid": f"0000000{number}-{number}", "prompt": vars(prompts(number, 1)[0])} for number in range(4, 8)]
-OLD_STEP = {
-    "number": 3,
-    "num_gen_batches": 1,
-    "num_surplus_used": 0,
-    "num_filtered_samples": 6,
-    "num_discarded": 0,
-    "filtered": {"all_correct": 3},
-    "generated": {"num_groups": 4, "sums": {}, "num_values": {}, "lengths": [3, 3]},
-}
-
-
-def old_state(**parts):
-    mixed = group_to_plain(make_group(Group("00000003-3", prompts(3, 1)[0]), MIXED, version=2))
-    del mixed["version"]  # which that program did not know
-    state = {"num_drawn": 4, "kept": [mixed], "open": [], "finished": [], "step": None, **parts}
-    return json.loads(json.dumps(state, default=np.ndarray.tolist))  # it wrote lists
-
-
-def test_a_state_with_an_open_gen_batch_goes_on_and_its_draws_take_the_steps_version():
-    finished = group_to_plain(make_group(Group("00000005-5", prompts(5, 1)[0]), MIXED, version=2))
-    del finished["version"]
-    queue = make_queue(train=2, gen=4, max_gen=2)
-    queue.load_state_dict(old_state(num_drawn=8, open=DRAWN_BEFORE, finished=[finished], step=OLD_STEP))
-    queue.begin(3, weight_version=2)
-    assert queue.account.is_closed and queue.num_groups_wanted == 1
-    assert [draw.version for draw in queue.open_groups] == [2] * 4 and indices(unfinished(queue)) == [4, 6, 7]
-    for draw in unfinished(queue):
-        queue.add_finished(make_group(draw, WRONG, version=2))
-    queue.decide()
-    taken = queue.take()
-    assert indices(taken.groups) == [3, 5] and taken.num_gen_batches == 2
-    assert dict(taken.filtered) == {"all_correct": 3, "all_incorrect": 3}
-
-
-def test_a_state_between_two_steps_goes_on_with_its_surplus_where_that_may_be_old():
-    queue = make_queue(train=2, gen=4, max_staleness=1)
-    queue.load_state_dict(old_state())
-    queue.begin(4, weight_version=3)
-    assert queue.num_ready == 1 and queue.account.is_closed
-    strict = make_queue(train=2, gen=4)
-    strict.load_state_dict(old_state())
-    strict.begin(4, weight_version=3)
-    assert strict.num_ready == 0 and strict.account.num_discarded == 1 and strict.account.is_closed
-
-
 def test_a_step_holds_no_group_that_was_dropped():
     """A gen batch of long responses is gigabytes."""
     queue = make_queue(train=3, gen=4)
@@ -301,20 +250,15 @@ def test_a_run_that_ended_at_the_limit_has_as_many_gen_batches_again():
     assert indices(other.take().groups) == [1, 2]
 
 
-def test_a_ready_step_of_a_state_without_its_counts_reports_no_means_of_nothing():
-    """As programs saved it that counted a sample in the next step."""
+def test_a_ready_step_without_counts_reports_no_means_of_nothing():
+    """Counts belong to the number of a step; this one is asked for under another."""
     ahead = make_queue(train=1, gen=3, max_staleness=2)
     ahead.begin(1, weight_version=0)
     run_gen_batch(ahead, 0, [MIXED, MIXED, MIXED], version=0)
     ahead.take()
-    state = ahead.state_dict()
-    state |= {"step": RolloutStep(2).state_dict()}
-    del state["steps_ahead"]
-    queue = make_queue(train=1, gen=3, max_staleness=2)
-    queue.load_state_dict(from_bytes(to_bytes(state)))
-    queue.begin(2, weight_version=1)
-    assert queue.is_ready()
-    metrics = step_metrics(queue.take(), weight_version=1, num_retries=0, seconds=0.1)
+    ahead.begin(3, weight_version=1)
+    assert ahead.is_ready()
+    metrics = step_metrics(ahead.take(), weight_version=1, num_retries=0, seconds=0.1)
     assert metrics["dapo/num_gen_batches"] == 0
     assert metrics["train/reward_mean"] == 0.5
     assert "reward/mean" not in metrics and "dapo/filter_ratio" not in metrics

@@ -6,8 +6,9 @@ import pytest
 
 from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
 from megatron_dapo.checkpointing.run_checkpoints import choose_start
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.run_folder import RunFolder, batch_file, batch_steps
 from megatron_dapo.telemetry.closing_table import read_metrics
@@ -47,7 +48,7 @@ def config(run: RunFolder, *overrides: str):
 
 
 def save(run: RunFolder, step: int) -> None:
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x", pause_s=0)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x", pause_s=0)], TrainerConfig())
     saver.start(run.checkpoint(step), trainer_state(step), dict)
     saver.finish()
 

@@ -11,11 +11,12 @@ import pytest
 
 from megatron_dapo import trainer
 from megatron_dapo.checkpointing.folders import newest_first
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.common.errors import JobError, RunStopped, SharedUserError, UserError
 from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, RolloutError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.job import Job
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.telemetry.telemetry import NullTelemetry
@@ -85,7 +86,7 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
     """Else the checkpoint would hold a rollout that is one step ahead of it, and the batch's prompts would be lost."""
     done = []
     job = SimpleNamespace(
-        rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
+        _rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
         checkpoints=SimpleNamespace(rescue=lambda step, *_: done.append(f"step {step} saved")),
         policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
         layout=SimpleNamespace(rank=0, agreement=SingleRank()),
@@ -108,15 +109,16 @@ def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
     def question(rollout):
         raise UserError(["one", "two"], "Traceback")
 
+    job = SimpleNamespace(_rollout=object(), layout=SimpleNamespace(agreement=SingleRank()))
     with pytest.raises(SharedUserError) as caught:
-        Job._ask_rollout(SimpleNamespace(rollout=object(), layout=SimpleNamespace(agreement=SingleRank())), 1, question)
+        Job._ask_rollout(job, 1, question)
     again = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(again, SharedUserError) and again.sentences == ["one", "two"] and again.details == "Traceback"
 
 
 def test_a_checkpoint_has_its_name_before_the_next_step_ends(tmp_path):
     """Its tensors are ready after the rollout, its checksums after the log-probs."""
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0)], TrainerConfig())
     job = job_of(saver)
     job.distributor, job.config = lambda step, groups: None, load_config(None, ["trainer.critic_warmup=9"])
     job._poll_save = lambda: Job._poll_save(job)

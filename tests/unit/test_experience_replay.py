@@ -12,11 +12,11 @@ from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.exp_manager import ExperienceReplayConfig
 from megatron_dapo.data.prompt_cursor import PromptCursor
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.queue.experience_replay import (
     ExperiencePool,
-    ReplayRules,
     mean_entropy,
     replay_metrics,
 )
@@ -28,10 +28,9 @@ N = 4
 
 
 def make_pool(seed=1, **rules):
-    return ExperiencePool(ReplayRules(**{**DEFAULTS, **rules}), seed)
-
-
-DEFAULTS = dict(group_size=N, start_ratio=0.0, exp_ratio=0.5, max_trajectories_per_prompt=10, max_tokens=10**6)
+    keys = {"replay_start_ratio": 0.0, "max_pool_tokens": 10**6, **rules}
+    group_size = keys.pop("group_size", N)
+    return ExperiencePool(ExperienceReplayConfig(**keys), group_size, seed)
 
 
 def sample(correct, *, log_probs=(-0.5, -0.5), mask=None, version=0, exp_mask=False, tag=5):
@@ -109,7 +108,7 @@ def test_a_replayed_sample_counts_among_the_successes_and_is_not_recorded_again(
 
 
 def test_replay_begins_with_the_first_step_that_is_good_enough_and_goes_on():
-    pool = make_pool(start_ratio=0.5)
+    pool = make_pool(replay_start_ratio=0.5)
     record(pool, [of(0, 1), of(1, 2)])  # 3 of 8
     assert pool.draw(4) == []
     record(pool, [of(2, 3), of(3, 1)])  # 4 of 8
@@ -119,7 +118,7 @@ def test_replay_begins_with_the_first_step_that_is_good_enough_and_goes_on():
 
 
 def test_replayed_samples_do_not_make_replay_begin():
-    pool = make_pool(start_ratio=0.5)
+    pool = make_pool(replay_start_ratio=0.5)
     borrowed = (sample(True, exp_mask=True) for _ in range(3))
     record(pool, [of(0, 1), group(1, *borrowed, sample(False))])  # fresh: 1 of 5
     assert pool.draw(4) == []
@@ -207,12 +206,12 @@ def test_a_prompt_that_is_solved_after_its_block_was_made_is_not_replayed():
 
 
 def test_what_a_step_records_is_drawn_after_its_end_and_is_part_of_the_state_before():
-    pool = make_pool(exp_ratio=1.0, start_ratio=0.0)
+    pool = make_pool(exp_ratio=1.0, replay_start_ratio=0.0)
     record(pool, [of(0, 1)])
     pool.record([of(1, 1)])
     pool.record([of(2, 3), of(3, N)])
     assert prompts_of(pool.draw(8)) == [0]
-    other = make_pool(exp_ratio=1.0, start_ratio=0.0)
+    other = make_pool(exp_ratio=1.0, replay_start_ratio=0.0)
     other.load_state_dict(from_bytes(to_bytes(pool.state_dict())))
     pool.forget_step()
     for each, prompts, num_retired in ((other, [0, 1, 2], 1), (pool, [0], 0)):
@@ -231,7 +230,7 @@ def test_far_buckets_of_large_groups_are_drawn_too():
 
 
 def test_of_a_prompt_the_newest_are_kept():
-    pool = make_pool(max_trajectories_per_prompt=2)
+    pool = make_pool(max_trajectories_per_task=2)
     best = sample(True, log_probs=(-0.1,), tag=1)
     record(pool, [group(0, best, sample(False))])
     record(pool, [group(0, sample(True, tag=2), sample(True, log_probs=(-0.4,), tag=3), sample(False))])
@@ -240,7 +239,7 @@ def test_of_a_prompt_the_newest_are_kept():
 
 
 def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
-    pool = make_pool(max_tokens=12, exp_ratio=1.0)
+    pool = make_pool(max_pool_tokens=12, exp_ratio=1.0)
     record(pool, [of(0, 1), of(1, 1)])
     record(pool, [of(0, 1), of(2, 1)])
     assert pool.metrics()["replay/num_tokens"] == 12
@@ -255,10 +254,10 @@ def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
 @st.composite
 def histories(draw):
     rules = dict(
-        start_ratio=draw(st.sampled_from([0.0, 0.2])),
+        replay_start_ratio=draw(st.sampled_from([0.0, 0.2])),
         exp_ratio=draw(st.sampled_from([0.1, 0.5, 1.0])),
-        max_trajectories_per_prompt=draw(st.integers(1, 3)),
-        max_tokens=draw(st.integers(8, 80)),
+        max_trajectories_per_task=draw(st.integers(1, 3)),
+        max_pool_tokens=draw(st.integers(8, 80)),
     )
     return rules, draw(st.integers(0, 2**32)), draw(st.integers(1, 8))
 
@@ -290,10 +289,8 @@ def test_bounds_hold_retired_prompts_stay_away_and_a_saved_pool_goes_on(history)
             solved |= {prompt} if all(right) else set()
         record(pool, groups)
         metrics = pool.metrics()
-        assert metrics["replay/num_tokens"] <= rules["max_tokens"] and metrics["replay/num_retired"] == len(solved)
-        assert (
-            metrics["replay/num_trajectories"] <= metrics["replay/num_prompts"] * rules["max_trajectories_per_prompt"]
-        )
+        assert metrics["replay/num_tokens"] <= rules["max_pool_tokens"] and metrics["replay/num_retired"] == len(solved)
+        assert metrics["replay/num_trajectories"] <= metrics["replay/num_prompts"] * rules["max_trajectories_per_task"]
 
 
 def test_the_seed_decides_and_draws_go_on_from_one_to_the_next():

@@ -5,9 +5,10 @@ import asyncio
 import pytest
 
 from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import SamplingParams
 from tests.fake_rollout import WORDS, WritingServer, until
 from tests.unit.test_pushes_in_flight import AllRight, Words, draw, rollout
@@ -61,10 +62,11 @@ def test_a_response_that_waits_for_the_others_of_its_group_is_handed_back_when_t
     async def scenario():
         server = WritingServer(lambda: next(lengths, 60))
         async with rollout(server) as (pool, _):
-            sampler = Sampler(pool, Together(), Words(), RetryPolicy(30.0, 20), len(WORDS))
+            keys = RolloutConfig(request_timeout_s=30.0, max_retries=20)
+            sampler = Sampler(pool, Together(), Words(), keys, len(WORDS))
             finished, partials = [], []
             running = asyncio.create_task(
-                sampler.sample_group(draw(0, version=1), 3, SamplingParams(50), None, finished.append, partials.append)
+                sampler.sample_group(draw(0, version=1), 3, SamplingParams(50), finished.append, partials.append)
             )
             await server.until_written(3)
             await until(lambda: server.num_open == 2)  # one is finished

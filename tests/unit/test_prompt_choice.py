@@ -14,7 +14,7 @@ from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import MixtureCursor, PromptCursor, make_cursor, short_names
-from megatron_dapo.rollout.controller import load_train_prompts
+from megatron_dapo.rollout.build_rollout import load_train_prompts
 from tests.fake_rollout import WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
 from tests.unit.test_prompts import CharTokenizer
 

@@ -20,7 +20,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.prompt_cursor import PromptCursor, content_of
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.samples import Prompt
-from megatron_dapo.rollout.controller import load_prompts
+from megatron_dapo.rollout.build_rollout import load_prompts
 
 pytestmark = pytest.mark.unit
 
@@ -468,8 +468,6 @@ def test_a_cursor_of_as_many_other_prompts_is_refused():
     for other in (prompts[::-1], [*prompts[:3], replace(prompts[3], key="key9")]):
         with pytest.raises(UserError, match="content of the prompts.*accept_missing=.controller"):
             PromptCursor(4, 1, content=content_of(other)).load_state_dict(state)
-    del state["content"]  # of an earlier version
-    PromptCursor(4, 1, content=content_of(prompts)).load_state_dict(state)
 
 
 def test_columns_and_words_around_the_prompt_are_what_the_config_says(write, tmp_path):

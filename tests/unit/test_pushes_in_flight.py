@@ -10,11 +10,12 @@ import pytest
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import SamplingParams
-from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_versions import require_in_flight_updates
@@ -61,7 +62,8 @@ async def rollout(*servers, max_concurrency=64, exact=False, max_retries=20, kee
     try:
         await pool.start(10.0)
         await pool.expect(1)
-        yield pool, Sampler(pool, AllRight(), Words(), RetryPolicy(30.0, max_retries), len(WORDS), exact=exact)
+        keys = RolloutConfig(request_timeout_s=30.0, max_retries=max_retries)
+        yield pool, Sampler(pool, AllRight(), Words(), keys, len(WORDS), exact=exact)
     finally:
         await pool.close()
         for server in servers:
@@ -69,7 +71,7 @@ async def rollout(*servers, max_concurrency=64, exact=False, max_retries=20, kee
 
 
 def sample(sampler, group, n=2, length=100, on_sample=lambda sample: None):
-    return asyncio.create_task(sampler.sample_group(group, n, SamplingParams(length), None, on_sample))
+    return asyncio.create_task(sampler.sample_group(group, n, SamplingParams(length), on_sample))
 
 
 def versions(group):
@@ -239,7 +241,7 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
             finished, partials = [], []
             group = draw(0, version=1)
             running = asyncio.create_task(
-                sampler.sample_group(group, 5, SamplingParams(50), None, finished.append, partials.append)
+                sampler.sample_group(group, 5, SamplingParams(50), finished.append, partials.append)
             )
             await until(lambda: len(server.requests) == 4)
             await server.until_written(3)
@@ -258,7 +260,7 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
         async with rollout(resumed) as (pool, sampler):
             await pool.expect(2)
             group = replace(group, samples=tuple(finished), partials=tuple(partials))
-            group = await sampler.sample_group(group, 5, SamplingParams(50), None)
+            group = await sampler.sample_group(group, 5, SamplingParams(50))
             assert group.partials == () and len(group.samples) == 5 and group.samples[0] is finished[0]
             for one, partial in zip(group.samples[1:4], partials, strict=True):
                 number = len(partial.tokens)
@@ -278,7 +280,7 @@ def test_a_partial_response_that_fills_a_smaller_limit_is_asked_for_no_more():
         server = WritingServer(lambda: 60)
         async with rollout(server) as (_, sampler):
             group = replace(draw(0, version=1), partials=(BEGUN,))
-            group = await sampler.sample_group(group, 1, SamplingParams(7), None)
+            group = await sampler.sample_group(group, 1, SamplingParams(7))
             (one,) = group.samples
             assert (one.response_tokens.tolist(), one.finish_reason, one.is_truncated) == ([2] * 7, "length", True)
             assert not server.requests
@@ -307,7 +309,7 @@ async def partials_of(sampler, act, expected):
     """The partial responses that are handed on by a group that began with BEGUN, and ends as expected after `act`."""
     partials = []
     group = replace(draw(0, version=1), partials=(BEGUN,))
-    running = asyncio.create_task(sampler.sample_group(group, 1, SamplingParams(50), None, on_partial=partials.append))
+    running = asyncio.create_task(sampler.sample_group(group, 1, SamplingParams(50), on_partial=partials.append))
     await act(running)
     with pytest.raises(expected):
         await running
@@ -347,7 +349,7 @@ def test_an_answer_that_waits_for_its_reward_when_it_is_cancelled_goes_on_later(
     async def scenario():
         server = WritingServer(lambda: 10)
         async with rollout(server) as (pool, _):
-            sampler = Sampler(pool, Slow(), Words(), RetryPolicy(30.0, 20), len(WORDS))
+            sampler = Sampler(pool, Slow(), Words(), RolloutConfig(request_timeout_s=30.0, max_retries=20), len(WORDS))
 
             async def act(running):
                 await asked.wait()
@@ -443,7 +445,7 @@ def test_thirty_pushes_and_twenty_losses_in_flight_leave_every_label_right():
             async def finish(number, group):
                 while True:
                     try:
-                        groups[number] = await sampler.sample_group(group, 3, SamplingParams(60), None)
+                        groups[number] = await sampler.sample_group(group, 3, SamplingParams(60))
                         return
                     except NeedsSync:
                         await asyncio.sleep(0.05)

@@ -32,7 +32,7 @@ from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.rewards.reward_registry import score_response
-from megatron_dapo.rollout.controller import load_prompts
+from megatron_dapo.rollout.build_rollout import load_prompts
 from tests.fake_rollout import write_files
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B
 

@@ -23,9 +23,11 @@ from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.queue.plain_data import draw_to_plain, group_to_plain
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
+from megatron_dapo.rollout.batch_source import BatchSource
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.start import start_rollout
+from megatron_dapo.rollout.synthetic_batches import SyntheticBatches
 from megatron_dapo.storage.run_folder import batch_file
 from tests.fake_rollout import FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
@@ -72,7 +74,7 @@ def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
 
     first = GroupQueue(QueueLimits(1, 1), lambda samples: None)
     second = GroupQueue(QueueLimits(1, 1), lambda samples: None)
-    state = {
+    state = first.state_dict() | {
         "num_drawn": 2,
         "kept": [group_to_plain(group)],
         "open": [{"uid": "finished"}, draw_to_plain(draw)],
@@ -138,12 +140,12 @@ def test_a_missing_batch_is_named_beside_those_that_are_there(tmp_path):
         BatchReplay(tmp_path, 64).next_batch(3, 2)
 
 
-def test_a_replay_has_every_call_that_the_trainer_makes_of_a_controller():
-    calls = {name for name, _ in inspect.getmembers(RolloutHandle, inspect.isfunction) if not name.startswith("_")}
+@pytest.mark.parametrize("source", [RolloutHandle, BatchReplay, SyntheticBatches])
+def test_every_source_of_batches_takes_the_calls_of_the_trainer(source):
+    calls = {name for name, _ in inspect.getmembers(BatchSource, inspect.isfunction) if not name.startswith("_")}
+    assert len(calls) == 10
     for name in calls:
-        assert inspect.signature(getattr(BatchReplay, name)).parameters.keys() == (
-            inspect.signature(getattr(RolloutHandle, name)).parameters.keys()
-        ), name
+        assert inspect.signature(getattr(source, name)) == inspect.signature(getattr(BatchSource, name)), name
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.training.loss_config import loss_config
-from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, write_files
+from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, needs_sync, write_files
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,7 @@ ON = [f"{REPLAY}.enable=true", f"{REPLAY}.replay_start_ratio=0.0", f"{REPLAY}.ex
 def folder(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
     yield tmp_path
     sys.modules.pop("fake_rewards", None)
 
@@ -91,7 +91,7 @@ def test_an_open_gen_batch_keeps_its_replayed_samples_through_a_sync(folder):
     async def scenario(controller, server):
         await controller.next_batch(1, 1)
         num_requests = len(server.requests)
-        assert (await controller.next_batch(2, 2)).needs_sync  # the server still has version 1
+        assert await needs_sync(controller.next_batch(2, 2))  # the server still has version 1
         server.version = 2
         batch = await controller.next_batch(2, 2)
         assert sum(len(replayed(group)) for group in batch.groups) == 2

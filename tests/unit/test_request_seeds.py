@@ -15,12 +15,13 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted
 from megatron_dapo.common.seeds import seed_from, seed_generators
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.samples import Group, PartialResponse
 from megatron_dapo.envs.environment import Task
 from megatron_dapo.envs.environment_pool import EnvironmentPool
 from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain
 from megatron_dapo.rewards.reward_pool import RewardPool
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import Generation, SamplingParams
 from megatron_dapo.servers.supervisor import sglang_command
 from tests.config_overrides import mistakes
@@ -114,9 +115,9 @@ class Tokenizer:
 
 
 def sampled(servers, group, n, elsewhere=(), partials=None, finished=None):
-    sampler = Sampler(servers, Rewards(), Tokenizer(), RetryPolicy(60.0, 0), 64, seed=1)
+    sampler = Sampler(servers, Rewards(), Tokenizer(), RolloutConfig(request_timeout_s=60.0, max_retries=0), 64, seed=1)
     add, add_partial = (finished.append if finished is not None else print), (partials or []).append
-    return asyncio.run(sampler.sample_group(group, n, SamplingParams(8), None, add, add_partial, elsewhere=elsewhere))
+    return asyncio.run(sampler.sample_group(group, n, SamplingParams(8), add, add_partial, elsewhere=elsewhere))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from megatron_dapo.checkpointing.manifest import verify, write_manifest
 from megatron_dapo.checkpointing.resume import CONTENTS, Start, not_kept, report_lines
 from megatron_dapo.checkpointing.resume import find_start as find_start_of
 from megatron_dapo.checkpointing.rollout_state import restore_rollout
-from megatron_dapo.checkpointing.saver import Retention, Saver
+from megatron_dapo.checkpointing.saver import Saver
 from megatron_dapo.checkpointing.stop import StopRequest
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import JobError, UserError
@@ -22,6 +22,7 @@ from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.schema.run import TrainerConfig
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from tests.checkpoint_run import SlowWrite, run, trainer_state
@@ -41,7 +42,7 @@ def find_start(root, config: Config) -> Start:
 
 
 def save(root, step: int, **options) -> None:
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, **options)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, **options)], TrainerConfig())
     saver.start(root / f"step_{step:06d}", trainer_state(step), dict)
     saver.finish()
 
@@ -312,7 +313,7 @@ def test_equal_configs_have_one_hash_and_others_another():
 
 
 def test_a_second_save_waits_for_the_first(tmp_path):
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0.002)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0.002)], TrainerConfig())
     saver.start(tmp_path / "step_000001", trainer_state(1), dict)
     assert newest_first(tmp_path) == []
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
@@ -354,7 +355,7 @@ def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, mon
 @pytest.mark.parametrize("how", ["poll", "finish", "start"])
 def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp_path, how):
     save(tmp_path, 1)
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], TrainerConfig())
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
     time.sleep(0.05)
     with pytest.raises(OSError, match="no space left"):
@@ -364,7 +365,7 @@ def test_a_write_that_failed_is_an_error_at_the_next_step_and_leaves_nothing(tmp
 
 
 def test_a_state_that_cannot_be_written_is_an_error_that_names_the_checkpoint(tmp_path):
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32)], TrainerConfig())
     with pytest.raises(JobError, match="step_000002 failed; rank 0 on .*: TypeError: .*bytes"):
         saver.start(tmp_path / "step_000002", trainer_state(2), lambda: {"extra_info": b"bytes"})
     assert list(tmp_path.iterdir()) == []
@@ -377,7 +378,7 @@ def test_what_cannot_be_deleted_of_a_write_that_failed_does_not_hide_why_it_fail
         raise OSError(39, "Directory not empty", str(folder))
 
     monkeypatch.setattr("megatron_dapo.checkpointing.saver.discard", not_empty)
-    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], Retention())
+    saver = Saver(SingleRank(), lambda folder: [SlowWrite(folder, b"x" * 32, pause_s=0, fails=True)], TrainerConfig())
     saver.start(tmp_path / "step_000002", trainer_state(2), dict)
     with pytest.raises(OSError, match="no space left"):
         saver.finish()

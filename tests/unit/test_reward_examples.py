@@ -14,7 +14,7 @@ from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.controller import make_scorers
+from megatron_dapo.rollout.build_rollout import make_scorers
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

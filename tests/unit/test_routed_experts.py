@@ -14,6 +14,7 @@ from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.routed_experts import RouterShape, as_text, from_text
@@ -21,8 +22,9 @@ from megatron_dapo.data.samples import Group, Prompt, RolloutBatch, drop_experts
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.queue.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rewards.shaping import unshaped
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler, _to_sample
+from megatron_dapo.rollout.sampling import Sampler, _to_sample
 from megatron_dapo.rollout.trajectory import Budget, Trajectory, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError
 from megatron_dapo.servers.run_servers import _of_reward_model
@@ -176,7 +178,7 @@ def test_groups_lose_their_experts_and_all_memory_that_they_shared_with_them():
 def test_a_finished_trajectory_is_a_sample_with_its_experts():
     trajectory = Trajectory((1, 2))
     trajectory.add_model_turn(Generation((3, 4), (-1.0, -1.0), "stop", (0, 0), routed_experts=ROWS[:3].flatten()))
-    made = _to_sample("uid", 0, trajectory, "", RewardResult(1.0, True), None)
+    made = _to_sample("uid", 0, trajectory, "", RewardResult(1.0, True), unshaped)
     assert made.routed_experts.tolist() == ROWS[:3].flatten().tolist()
 
 
@@ -224,7 +226,7 @@ def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
         yield Server(Client())
 
     pool = SimpleNamespace(version=1, slot=slot, cache_salt=None, is_aborting=True)
-    sampler = Sampler(pool, None, None, RetryPolicy(60.0, max_retries=0), 64, routers=SHAPE)
+    sampler = Sampler(pool, None, None, RolloutConfig(request_timeout_s=60.0, max_retries=0), 64, routers=SHAPE)
     return asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), Budget()))
 
 

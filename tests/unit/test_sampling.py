@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from megatron_dapo.common.rollout_errors import RolloutError
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.samples import Group
 from megatron_dapo.queue.plain_data import group_from_plain, group_to_plain
 from megatron_dapo.queue.step_statistics import StepStatistics
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.rollout.sampling import RetryPolicy, Sampler
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import Budget
 from megatron_dapo.servers.client import Generation, SamplingParams, ServerError
 from megatron_dapo.servers.server import Server
@@ -277,9 +278,8 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch)
     async def slot(avoid, prefer):
         yield server
 
-    sampler = Sampler(
-        SimpleNamespace(version=1, slot=slot, cache_salt=None), None, None, RetryPolicy(60.0, max_retries=1), 64
-    )
+    pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)
+    sampler = Sampler(pool, None, None, RolloutConfig(request_timeout_s=60.0, max_retries=1), 64)
     asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), budget))
     assert server.client.num_requests == 2 and budget.seconds_left == 9.0
 
@@ -302,7 +302,7 @@ def test_the_pause_between_retries_of_a_request_has_a_cap(monkeypatch):
         yield Server(Client())
 
     pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)
-    sampler = Sampler(pool, None, None, RetryPolicy(60.0, max_retries=2000), 64)
+    sampler = Sampler(pool, None, None, RolloutConfig(request_timeout_s=60.0, max_retries=2000), 64)
     monkeypatch.setattr("megatron_dapo.rollout.sampling.asyncio.sleep", pause)
     with pytest.raises(RolloutError, match="failed 2001 times"):
         asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), Budget()))

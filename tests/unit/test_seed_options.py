@@ -21,8 +21,8 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.queue.experience_replay import make_pool
 from megatron_dapo.queue.group_filter import make_queue
-from megatron_dapo.rewards.shaping import TRUNCATION_MODES, shape
-from megatron_dapo.rollout.controller import make_environments, make_shaping
+from megatron_dapo.rewards.shaping import TRUNCATION_MODES
+from megatron_dapo.rollout.build_rollout import make_environments, make_shaping
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepShard
@@ -333,7 +333,7 @@ def test_the_limit_of_gen_batches(config, rounds):
 
 
 def shaped(config: Config, reward: float, num_tokens: int = 100, is_truncated: bool = True) -> float:
-    return shape(reward, num_tokens, is_truncated, make_shaping(config))[0]
+    return make_shaping(config)(reward, num_tokens, is_truncated)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.queue.group_filter import make_queue
-from megatron_dapo.rewards.shaping import shape
-from megatron_dapo.rollout.controller import make_shaping
+from megatron_dapo.rollout.build_rollout import make_shaping
 from megatron_dapo.rollout.step_metrics import step_metrics
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import Telemetry
@@ -240,7 +239,7 @@ def responses(uid: str, *what: str, config: Config) -> Group:
         return Sample(
             uid=uid, prompt_tokens=(1,), response_tokens=(2, 3, 4), response_text="", rollout_log_probs=(-1.0,) * 3,
             loss_mask=(1, 1, 1), weight_versions=(1,) * 3, finish_reason=finish_reason, raw_reward=raw_reward,
-            correct="right" in words, reward=shape(raw_reward, 3, is_truncated, make_shaping(config))[0],
+            correct="right" in words, reward=make_shaping(config)(raw_reward, 3, is_truncated),
             is_truncated=is_truncated, is_terminated=not is_truncated, exp_mask="replayed" in words,
         )  # fmt: skip
 

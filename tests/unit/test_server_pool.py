@@ -10,10 +10,10 @@ import pytest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import RolloutError
 from megatron_dapo.servers import running_means
-from megatron_dapo.servers.server import ServerState
+from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
-from tests.fake_rollout import make_config, run_with_controller, until, write_files
+from tests.fake_rollout import make_config, needs_sync, run_with_controller, until, write_files
 
 pytestmark = pytest.mark.unit
 
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("megatron_dapo.rollout.controller.PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
     yield tmp_path
     sys.modules.pop("fake_rewards", None)
 
@@ -63,7 +63,7 @@ def test_a_server_that_is_added_gets_the_weights_first_and_one_that_is_removed_f
         batch = await controller.next_batch(1, 1)
         assert num_servers(batch) == (1, 1)
         listed(servers)
-        assert (await controller.next_batch(2, 1)).needs_sync
+        assert await needs_sync(controller.next_batch(2, 1))
         new.version = 1
         for server in servers:
             server.hold.clear()
@@ -105,7 +105,7 @@ def test_a_hanging_server_is_noticed_by_its_health_and_its_requests_are_sent_to_
         frozen.is_frozen = False
         frozen.version = 0
         other.version = 2
-        assert (await controller.next_batch(3, 2)).needs_sync
+        assert await needs_sync(controller.next_batch(3, 2))
         assert numbers(await controller.next_batch(3, 2)) == [8, 9, 10, 11], "a push that left it out holds up nobody"
 
     run(folder, scenario, overrides=overrides)
@@ -184,7 +184,7 @@ def test_a_push_under_way_is_no_restart(folder, caplog):
         await asyncio.sleep(0.15)
         for server in servers:
             server.is_paused = False
-        assert not (await controller.next_batch(2, 2)).needs_sync
+        assert (await controller.next_batch(2, 2)).groups
 
     run(folder, scenario)
     assert not [record.message for record in caplog.records if record.levelno >= logging.WARNING]
@@ -211,7 +211,7 @@ def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continu
     async def scenario(controller, servers, listed):
         servers[0].is_paused = True
         batch = await controller.next_batch(1, 1)
-        assert not batch.needs_sync and num_servers(batch) == (2, 2) and servers[0].requests
+        assert num_servers(batch) == (2, 2) and servers[0].requests
 
     run(folder, scenario)
 
@@ -270,11 +270,11 @@ def test_a_server_that_is_ill_counts_as_lost_until_it_is_well(folder, monkeypatc
             ill.is_ill = True
             pending = asyncio.create_task(controller.next_batch(2, 1))
         batch = await asyncio.wait_for(pending, 20)
-        assert numbers(batch) == [4, 5, 6, 7] and not batch.needs_sync
+        assert numbers(batch) == [4, 5, 6, 7]
         assert batch.metrics["rollout/num_retries"] == (4 if when == "in a step" else 0)
-        assert controller._servers.urls(ServerState.DOWN) == [ill.url]
+        assert controller._servers.urls(ServerState.ILL) == [ill.url]
         num_requests = len(ill.requests)
-        assert not (await controller.next_batch(3, 1)).needs_sync and len(ill.requests) == num_requests
+        assert (await controller.next_batch(3, 1)).groups and len(ill.requests) == num_requests
         ill.hold.set()
         ill.is_ill = False
         await until(lambda: len(controller._servers.urls(ServerState.CURRENT)) == 2)
@@ -292,7 +292,7 @@ def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
         await until(lambda: controller._servers.urls(ServerState.DOWN))
         server.version = 2
         await server.start()
-        assert (await asyncio.wait_for(controller.next_batch(2, 1), 5)).needs_sync
+        assert await needs_sync(asyncio.wait_for(controller.next_batch(2, 1), 5))
 
         server.version = 1
         server.hold.clear()
@@ -303,7 +303,7 @@ def test_a_server_that_comes_back_with_newer_weights_is_up(folder):
         server.version = 2
         server.hold.set()
         await server.start()
-        assert (await asyncio.wait_for(pending, 5)).needs_sync
+        assert await needs_sync(asyncio.wait_for(pending, 5))
 
     run(folder, scenario, num_servers=1)
 

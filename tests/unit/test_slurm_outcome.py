@@ -1,6 +1,5 @@
 """How a job ended, read off the records of its processes: exit code, last line, requeue or not, and the first cause."""
 
-import gzip
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ from launch.slurm.outcome import Facts, outcome
 from launch.slurm.plan import PREFLIGHT, SERVERS, TRAINER, JobPlan
 from launch.slurm.progress import Progress, progress
 from launch.torchrun import _record_end
-from megatron_dapo.checkpointing.folders import write_controller_state
+from megatron_dapo.checkpointing.folders import CONTROLLER_STATE, write_controller_state
+from megatron_dapo.checkpointing.state_file import to_bytes
 from megatron_dapo.common.ends import End, EndKind, end_of_code, rank_name
 from megatron_dapo.data.samples import Group, PartialResponse
 from megatron_dapo.queue.plain_data import draw_to_plain
@@ -125,12 +125,6 @@ def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, 
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
 
 
-def test_samples_of_a_program_that_marked_no_replayed_ones_count(attempt):
-    queue = {"open": [{"uid": "a", "samples": [{"response_tokens": [1, 2, 3]}]}]}
-    write_controller_state(attempt.run / "checkpoints" / "step_000004", {"queue": queue})
-    assert progress(str(attempt.run)) == Progress(4, 0, 3)
-
-
 def test_a_preempted_attempt_is_repeated_though_it_had_no_time_to_gain_anything(attempt):
     attempt.ended(TRAINER, t1=85)
     ended = attempt.outcome(TRAINER, 0, asked_by="TERM")
@@ -139,11 +133,11 @@ def test_a_preempted_attempt_is_repeated_though_it_had_no_time_to_gain_anything(
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"no gzip", gzip.compress(b"no json"), gzip.compress(b'{"replay": "dir"}')],
-    ids=["empty", "no gzip", "no json", "a replay"],
+    [b"", b"no tensors", to_bytes({"replay": "dir"})],
+    ids=["empty", "no tensors", "a replay"],
 )
 def test_a_checkpoint_that_tells_of_no_groups_counts_by_its_step(attempt, content):
-    (attempt.run / "checkpoints" / "step_000004" / "controller.json.gz").write_bytes(content)
+    (attempt.run / "checkpoints" / "step_000004" / CONTROLLER_STATE).write_bytes(content)
     assert progress(str(attempt.run)) == Progress(4, 0)
 
 

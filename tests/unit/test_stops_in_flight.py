@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
-from megatron_dapo.common.rollout_errors import Interrupted
+from megatron_dapo.common.rollout_errors import Interrupted, NeedsSync
 from megatron_dapo.data.samples import Group
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import Controller
@@ -34,7 +34,7 @@ OVERRIDES = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.rollout.controller.RewardPool", Rewards)
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.RewardPool", Rewards)
     yield from rollout_folder(tmp_path, monkeypatch)
 
 
@@ -102,7 +102,7 @@ class Run:
                 batch = await controller.next_batch(self.step + 1, self.step)
             except Interrupted:
                 return
-            if batch.needs_sync:
+            except NeedsSync:
                 await self.push(self.step)
                 continue
             await asyncio.sleep(0.03)  # it trains

@@ -30,6 +30,7 @@ from megatron_dapo.data.token_arrays import (
 from megatron_dapo.queue.experience_replay import RecordedGroup
 from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
 from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rewards.shaping import unshaped
 from megatron_dapo.rollout.sampling import _to_sample
 from megatron_dapo.rollout.trajectory import Trajectory
 from megatron_dapo.servers.client import Generation, generation_of
@@ -74,7 +75,7 @@ def sample(length: int) -> Sample:
 
 
 def sample_of(played: Trajectory) -> Sample:
-    return _to_sample("uid", 0, played, "word " * len(played.tokens), RewardResult(1.0, True), None)
+    return _to_sample("uid", 0, played, "word " * len(played.tokens), RewardResult(1.0, True), unshaped)
 
 
 def of_trajectory(played: Trajectory) -> Group:

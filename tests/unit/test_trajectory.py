@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
+from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.envs.environment import Observation
 from megatron_dapo.envs.environment_pool import EnvironmentFailure
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TurnLimits
+from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime
 from megatron_dapo.servers.client import Generation, SamplingParams
 from tests.unit.test_tokenizer import write_byte_level
 
@@ -83,9 +85,10 @@ class Model:
         return Generation(cut, tuple(-0.1 * (i + 1) for i in range(len(cut))), reason, (7,) * len(cut))
 
 
-def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, **limits):
-    limits = {"max_prompt_tokens": 100, "max_turns": 8, "max_tokens_per_turn": None, "timeout_s": 60.0, **limits}
-    multi_turn = MultiTurn(environment, tokenizer, chat, TurnLimits(**limits))
+def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, max_prompt_length=100, **limits):
+    data = DataConfig(max_prompt_length=max_prompt_length, apply_chat_template=chat)
+    keys = MultiTurnConfig(max_turns=8, timeout_s=60.0).model_copy(update=limits)  # a time of -1 is over at once
+    multi_turn = MultiTurn(environment, tokenizer, data, keys)
     tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
     prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)
     return asyncio.run(multi_turn.play(prompt, SamplingParams(max_new_tokens=max_tokens), model))
@@ -172,7 +175,7 @@ def test_an_opening_observation_joins_the_prompt(tokenizer):
     expected = tokenizer.encode_prompt([*MESSAGES, *opening.messages], True)[0]
     assert trajectory.prompt_tokens == expected == model.sent[0]
     assert trajectory.tokens.tolist() == [50, END]
-    failed = play(tokenizer, Turn(opening=opening), Model(), max_prompt_tokens=10)
+    failed = play(tokenizer, Turn(opening=opening), Model(), max_prompt_length=10)
     assert failed.verdict.error.startswith("environment: exception: the prompt with the first observation has")
     assert (len(failed.tokens), failed.num_turns, failed.finish_reason) == (0, 0, "environment")
 

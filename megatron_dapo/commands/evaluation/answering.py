@@ -19,7 +19,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rollout.answer_records import answer_record
-from megatron_dapo.rollout.controller import (
+from megatron_dapo.rollout.build_rollout import (
     make_environments,
     make_reward_pool,
     make_sampler,

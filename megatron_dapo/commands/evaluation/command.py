@@ -91,7 +91,7 @@ class _Evaluation:
     def __init__(self, config: Config, arguments: argparse.Namespace, overrides: list[str], folder: Path) -> None:
         from megatron_dapo.commands.evaluation.answer_file import AnswerFile
         from megatron_dapo.data.tokenizer import load_tokenizer
-        from megatron_dapo.rollout.controller import load_dataset
+        from megatron_dapo.rollout.build_rollout import load_dataset
 
         self._config = config
         self._arguments = arguments

@@ -1,0 +1,224 @@
+"""Builds the parts of a rollout from the config: prompts, servers, rewards, environments, samplers."""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import uses_overlong_shaping
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.prompt_dataset import PromptDataset
+from megatron_dapo.data.routed_experts import RouterShape
+from megatron_dapo.data.samples import Prompt
+from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_dapo.envs.environment_pool import EnvironmentPool
+from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
+from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.rewards.judge import Judge
+from megatron_dapo.rewards.reward_pool import RewardPool
+from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
+from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.shaping import Shaping, shape, unshaped
+from megatron_dapo.rollout.reward_model_client import RewardModel
+from megatron_dapo.rollout.sampling import Sampler
+from megatron_dapo.rollout.trajectory import MultiTurn
+from megatron_dapo.servers.client import SamplingParams, SGLangClient
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
+from megatron_dapo.servers.server_watch import report_unresponsive
+from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import given_server_key, read_server_key
+
+log = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 1.0  # between two looks at a server that is down
+
+
+def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:
+    """Return the prompts to train on, chosen by `data.pass_rate` too; log what was dropped.
+
+    max_rows: read only the first rows of each file. Raises UserError.
+    """
+    data = config.data
+    difficulty_key = data.difficulty_key if data.curriculum == "column" else None
+    numbers = {"pass_rate": data.pass_rate, "pass_rate_key": data.pass_rate_key, "difficulty_key": difficulty_key}
+    dataset = load_dataset(data.train_files, config, tokenizer, max_rows=max_rows, **numbers)
+    for report in dataset.report:
+        log.info("%s", report)
+    return dataset
+
+
+def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    """Return the prompts of these files; log what was dropped. Raises UserError."""
+    dataset = load_dataset(files, config, tokenizer)
+    for report in dataset.report:
+        log.info("%s", report)
+    return dataset.prompts
+
+
+def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **others: Any) -> PromptDataset:
+    """Return the prompts of these files, and what was dropped. Raises UserError.
+
+    others: further arguments of `PromptDataset.load`.
+    """
+    data = config.data
+    is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
+    return PromptDataset.load(
+        files,
+        data.prompt_key,
+        tokenizer,
+        data.max_prompt_length,
+        filter_overlong=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        dedup=data.dedup,
+        conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
+        apply_chat_template=data.apply_chat_template,
+        answer_key=data.answer_key,
+        prompt_template=data.prompt_template,
+        data_source=data.data_source,
+        needs_answer=not is_multi_turn and config.reward.function != "none",
+        **others,
+    )
+
+
+def make_server_pool(config: Config) -> ServerPool:
+    """Return the pool of the servers that the config names."""
+    rollout = config.actor_rollout_ref.rollout
+    is_pushed_to_at_work = rollout.max_staleness or config.data.val_files
+    return ServerPool(
+        ServerList.of_config(rollout),
+        max_concurrency=rollout.max_concurrency,
+        down_timeout_s=rollout.server.startup_timeout_s,
+        probe_interval_s=PROBE_INTERVAL_S,
+        connect=partial(SGLangClient, api_key=given_server_key(config)),
+        report_unresponsive=partial(report_unresponsive, RunFolder.of(config.trainer)),
+        keeps_caches=config.weight_sync.pause_mode == "in_place",
+        push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
+    )
+
+
+def make_reward_pool(config: Config, prompts: Sequence[Prompt]) -> RewardPool:
+    """Return the pool of reward processes. Raises UserError if the function cannot score these prompts."""
+    reward = config.reward
+    sources = sorted({prompt.data_source for prompt in prompts})
+    check_reward(reward.function, reward.kwargs, sources)
+    check_ground_truths(reward.function, prompts)
+    return RewardPool(
+        reward.function,
+        reward.kwargs,
+        reward.num_workers,
+        reward.timeout_s,
+        reward.memory_limit_mb,
+        reward.pass_env,
+        sources,
+        reward.allow_unsandboxed,
+        reward.max_concurrency,
+        reward.batch_size,
+        config.trainer.seed,
+    )
+
+
+def make_sampler(
+    config: Config,
+    servers: ServerPool,
+    rewards: RewardPool,
+    tokenizer: Tokenizer,
+    environments: EnvironmentPool | None,
+    scorers: Scorers,
+    shaping: Shaping = unshaped,
+    greedy_baseline: bool = False,
+    exact: bool = False,
+    routers: RouterShape | None = None,
+) -> Sampler:
+    """Return the sampler of groups; see `Sampler` for the arguments after the config."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn: MultiTurn | None = None
+    if environments is not None:
+        multi_turn = MultiTurn(environments, tokenizer, config.data, rollout.multi_turn)
+    return Sampler(
+        servers,
+        rewards,
+        tokenizer,
+        rollout,
+        read_vocab_size(config.actor_rollout_ref.model.path),
+        shaping,
+        multi_turn,
+        greedy_baseline,
+        exact,
+        scorers,
+        routers,
+        config.trainer.seed,
+    )
+
+
+def router_shape(config: Config) -> RouterShape:
+    """Return the shape of the model's router choices. Raises UserError."""
+    return RouterShape.of(read_model_spec(config.actor_rollout_ref.model.path))
+
+
+def make_scorers(config: Config) -> Scorers:
+    """Return the scorers of responses beside the reward function. Raises UserError."""
+    reward = config.reward
+    weighed = []
+    if model := make_reward_model(config):
+        weighed.append(Weighed(model, reward.model.weight))
+    if reward.judge.url:
+        weighed.append(Weighed(Judge(reward.judge), reward.judge.weight))
+    return Scorers(reward, weighed)
+
+
+def make_reward_model(config: Config) -> RewardModel | None:
+    """Return the scorer of `reward.model`; None without one.
+
+    Raises UserError if its server has no URL, or its folder holds no classifier.
+    """
+    model = config.reward.model
+    if not model.path:
+        return None
+    if not model.url:
+        raise UserError(
+            "reward.model.path is given without reward.model.url; give the URL of a running server of it, or use "
+            "`python -m launch.local`, which starts one."
+        )
+    folder = ModelFolder.of(model.path).hf
+    architecture_of(str(folder))
+    api_key = read_server_key(model.api_key_file, "reward.model.api_key_file") if model.api_key_file else None
+    down_timeout_s = config.actor_rollout_ref.rollout.server.startup_timeout_s
+    return RewardModel(load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
+
+
+def make_environments(config: Config) -> EnvironmentPool | None:
+    """Return the pool of environments; None if responses have one turn."""
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    if not keys.enable:
+        return None
+    return EnvironmentPool(
+        keys.environment,
+        keys.environment_kwargs,
+        keys.num_workers,
+        keys.step_timeout_s,
+        keys.memory_limit_mb,
+        keys.pass_env,
+    )
+
+
+def make_shaping(config: Config) -> Shaping:
+    """Return the punishment of over-long responses."""
+    if not uses_overlong_shaping(config):
+        return unshaped
+    keys = config.algorithm.dapo.overlong_reward_shaping
+    return partial(shape, keys=keys, max_response_length=config.data.max_response_length)
+
+
+def sampling_params(config: Config) -> SamplingParams:
+    """Return the parameters of training's requests."""
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=config.data.max_response_length,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+    )
