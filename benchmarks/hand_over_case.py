@@ -7,7 +7,6 @@ are missing: their answers are made up. It uses nothing that the program did not
 
 import gc
 import importlib
-import inspect
 import json
 import multiprocessing
 import os

@@ -18,7 +18,7 @@ from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rewards.shaping import Shaping, shape, unshaped
 from megatron_dapo.rollout.reward_model_client import RewardModel
 from megatron_dapo.rollout.sampling import Sampler
@@ -163,9 +163,9 @@ def make_scorers(config: Config) -> Scorers:
     reward = config.reward
     weighed = []
     if model := make_reward_model(config):
-        weighed.append(Weighed(model, reward.model.weight))
+        weighed.append(WeightedScorer(model, reward.model.weight))
     if reward.judge.url:
-        weighed.append(Weighed(Judge(reward.judge), reward.judge.weight))
+        weighed.append(WeightedScorer(Judge(reward.judge), reward.judge.weight))
     return Scorers(reward, weighed)
 
 

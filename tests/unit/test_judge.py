@@ -14,7 +14,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rewards.scorers import Scorers, Weighed
+from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout.build_rollout import make_scorers
 
 pytestmark = pytest.mark.unit
