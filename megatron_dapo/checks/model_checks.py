@@ -20,6 +20,7 @@ from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.experts import num_experts_of
 from megatron_dapo.huggingface.model_spec import FAMILIES, Family, ModelSpec, critic_spec, model_spec
+from megatron_dapo.huggingface.model_tensors import linear_modules
 from megatron_dapo.storage.model_folder import ModelFolder
 
 
@@ -213,7 +214,7 @@ def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
 
 def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
     try:
-        return model_spec(model).linear_modules
+        return linear_modules(model_spec(model))
     except (UserError, ValueError):  # which another check reports
         return ()
 

@@ -63,29 +63,6 @@ class ModelSpec:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
-    def attention_modules(self) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of the linear modules of a layer's attention, by their last names."""
-        if self.latent is not None:
-            before = self.latent.linear_sizes(self.hidden_size, self.num_heads)
-        else:
-            heads = {"q_proj": self.num_heads, "k_proj": self.num_kv_heads, "v_proj": self.num_kv_heads}
-            before = {name: (self.hidden_size, number * self.head_dim) for name, number in heads.items()}
-        return before | {"o_proj": (self.num_heads * self.value_dim, self.hidden_size)}
-
-    @property
-    def linear_modules(self) -> tuple[str, ...]:
-        """Return the last names of the linear modules of a layer, experts' too, where these are modules."""
-        if FAMILIES[self.family].stacked_experts:
-            return tuple(self.attention_modules)
-        gate_up = ("gate_up_proj",) if FAMILIES[self.family].fused_gate_up else ("gate_proj", "up_proj")
-        return (*self.attention_modules, *gate_up, "down_proj")
-
-    @property
-    def num_attention_weights(self) -> int:
-        """Return how many numbers the weights of a layer's attention have."""
-        return sum(inputs * outputs for inputs, outputs in self.attention_modules.values())
-
-    @property
     def dense_ffn_size(self) -> int:
         """Return the width of the MLP of a layer without experts."""
         return self.moe.dense_ffn_size if self.moe else self.ffn_size

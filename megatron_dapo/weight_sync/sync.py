@@ -91,7 +91,6 @@ class WeightSync:
 
     source: this stage's weights. urls: of the servers there are now, asked on rank 0, which leads, before every push.
     connect: URL -> how the server there is asked, on the source rank of each stage (`layout.is_source`), which sends.
-    num_kv_heads: of the model, needed for `verify` where a server has more tensor-parallel ranks than that.
     report_unresponsive: called on rank 0 with the servers (URL -> why) that were left out; see ServerLeader.
     phase: what counts the seconds of a push, and tells the watchdog.
     """
@@ -104,7 +103,6 @@ class WeightSync:
         layout: ParallelLayout,
         config: WeightSyncConfig,
         device: torch.device,
-        num_kv_heads: int | None = None,
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
@@ -128,7 +126,6 @@ class WeightSync:
             config,
             lambda: Sender(layout.pp_rank, self._calls, plan, device, probe_s, flushes=config.pause_mode == "retract"),
             device,
-            num_kv_heads,
         )
         # the same on all ranks: who is in the groups, and who confirmed the last push, of which version
         self._group: dict[str, int] | None = None

@@ -10,18 +10,12 @@ from megatron_dapo.commands.plan.server_time import active_parameters
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.huggingface.latent import LatentAttention
-from megatron_dapo.huggingface.model_spec import (
-    DENSE,
-    FAMILIES,
-    Family,
-    critic_spec,
-    model_spec,
-    read_model_spec,
-)
+from megatron_dapo.huggingface.model_spec import DENSE, FAMILIES, Family, critic_spec, model_spec, read_model_spec
+from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.huggingface.rope import RopeScaling
+from megatron_dapo.huggingface.weight_maps import WEIGHT_MAPS
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.models.rotary import attention_scale
-from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

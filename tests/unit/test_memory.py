@@ -33,9 +33,11 @@ from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.lora_settings import lora_settings
 from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
+from megatron_dapo.huggingface.model_tensors import attention_weights, hf_tensors, linear_modules
+from megatron_dapo.huggingface.weight_maps import WEIGHT_MAPS
+from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.models.lora import adapter_tensors
-from megatron_dapo.models.weight_map import ROUTER_BIAS, WEIGHT_MAPS, hf_tensors
 from tests.fake_rollout import write_files
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 
@@ -75,7 +77,7 @@ def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
     assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
     lora = lora_settings(load_config(None, ["actor_rollout_ref.model.lora_rank=3"]))
     adapters = adapter_tensors(spec, lora)
-    assert {name.split(".")[-3] for name in adapters} == set(spec.linear_modules)
+    assert {name.split(".")[-3] for name in adapters} == set(linear_modules(spec))
     assert sum(num_trained_parameters(spec, ONE_RANK, 0, lora)) == sum(map(math.prod, adapters.values()))
 
 
@@ -309,7 +311,7 @@ def test_a_latent_attention_is_counted_by_hand():
     spec = model_spec(DEEPSEEK_V3)
     whole = 7168 * (1536 + 512 + 64) + 1536 + 512
     cut = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
-    assert spec.num_attention_weights == whole - 1536 - 512 + cut
+    assert attention_weights(spec) == whole - 1536 - 512 + cut
     one, eight = (num_parameters(spec, ParallelSizes(tp=tp, pp=61, vpp=None, world=61 * tp), 1)[0] for tp in (1, 8))
     mlp = 3 * 7168 * 18432
     assert (one, eight) == (whole + cut + mlp + 2 * 7168, whole + (cut + mlp) // 8 + 2 * 7168)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.huggingface.model_spec import FAMILIES
-from megatron_dapo.models.weight_map import DECODER, WEIGHT_MAPS
+from megatron_dapo.huggingface.weight_maps import WEIGHT_MAPS
+from megatron_dapo.huggingface.weight_rows import DECODER
 from megatron_dapo.servers.keyed_sglang import SERVED_MODELS
 
 pytestmark = pytest.mark.unit
