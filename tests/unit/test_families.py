@@ -39,6 +39,7 @@ from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
+from tests.families import own_layers
 from tests.tiny_models import make_tiny
 
 # after megatron_dapo.models, which prepares megatron.core for this machine
@@ -48,7 +49,7 @@ from megatron.core.transformer.attention import SelfAttention  # isort: skip
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = ("glm4", "gemma3", "deepseek_v3", "gpt_oss")
+FAMILIES = own_layers()
 
 
 @pytest.fixture(scope="module")
