@@ -1,7 +1,7 @@
 """Tiny random Hugging Face checkpoints, made on the spot, for every test that needs a model."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -20,8 +20,7 @@ CHARACTERS = "0123456789+-*/=()abcdefghijklmnopqrstuvwxyz .:,"
 PAD_ID, EOS_ID, UNK_ID = range(len(SPECIAL_TOKENS))
 
 
-def make_tiny(
-    path: str | Path,
+def tiny_config(
     family: str,
     *,
     tied: bool = False,
@@ -35,14 +34,9 @@ def make_tiny(
     norm_topk_prob: bool = True,
     rope: dict | None = None,
     more: dict | None = None,
-    seed: int = 0,
-) -> Path:
-    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
-    family: key of tests/families.py. rope: the block rope_parameters of config.json. more: other fields of it.
-
-    Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
-    """
-    path = Path(path)
+) -> Any:
+    """Return the configuration of a tiny checkpoint in transformers. family: key of tests/families.py. rope: the block
+    rope_parameters. more: other fields."""
     row = FAMILIES[family]
     fields = dict(
         vocab_size=vocab,
@@ -61,7 +55,18 @@ def make_tiny(
     )
     fields |= row.fields(Shape(hidden, heads, num_experts, experts_per_token, norm_topk_prob))
     left_out = [name for name in ("head_dim", "rope_parameters") if fields[name] is None]
-    config = row.config(**{name: value for name, value in fields.items() if name not in left_out} | (more or {}))
+    return row.config(**{name: value for name, value in fields.items() if name not in left_out} | (more or {}))
+
+
+def make_tiny(path: str | Path, family: str, *, vocab: int = 64, seed: int = 0, **options: Any) -> Path:
+    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
+    options: of `tiny_config`.
+
+    Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
+    """
+    path = Path(path)
+    row = FAMILIES[family]
+    config = tiny_config(family, vocab=vocab, **options)
     model = row.model(config).float()
     _randomize(model, row.norm_mean, torch.Generator().manual_seed(seed))
     model.save_pretrained(path)

@@ -26,10 +26,11 @@ from megatron_dapo.config.derived import (
     uses_servers,
     world_size,
 )
-from megatron_dapo.config.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
+from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.huggingface.model_tensors import product_weights, rows_of, rows_of_layer
+from megatron_dapo.huggingface.model_tensors import product_weights, rows_of_layer
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
@@ -431,7 +432,7 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     bucket = config.weight_sync.bucket_size_mb * MIB
     row = spec.hidden_size * dtype_bytes(config)
     largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
-    if spec.moe is None or not any(row.is_stacked for row in rows_of(spec)):
+    if spec.moe is None or not FAMILIES[spec.family].has_stacked_experts:
         return 2 * bucket + 2 * max(bucket, largest)
     down = spec.moe.num_experts * spec.ffn_size * row
     stacks = (2 * down, down)  # of gate and up, and of down

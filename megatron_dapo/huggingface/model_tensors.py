@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.huggingface.weight_maps import WEIGHT_MAPS
 from megatron_dapo.huggingface.weight_rows import ATTENTION, Row
 
 
@@ -40,7 +40,7 @@ class ServedTensor:
 
 def rows_of(spec: ModelSpec) -> list[Row]:
     """Return the rows that hold for a model."""
-    return [row for row in WEIGHT_MAPS[spec.family] if row.where(spec)]
+    return [row for row in FAMILIES[spec.family].rows if row.where(spec)]
 
 
 def linear_modules(spec: ModelSpec) -> tuple[str, ...]:

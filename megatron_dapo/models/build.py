@@ -21,8 +21,8 @@ from megatron_dapo.checks.hardware import lack_of_fp8
 from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import expert_modules
 from megatron_dapo.models.chunk import ModelChunk

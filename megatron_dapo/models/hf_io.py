@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.huggingface.model_spec import CLASSIFIERS, LANGUAGE_MODEL, ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import hf_tensors
+from megatron_dapo.huggingface.spec_reader import CLASSIFIERS, LANGUAGE_MODEL
 from megatron_dapo.huggingface.weight_rows import EMBEDDING, LM_HEAD, VALUE_HEAD
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan

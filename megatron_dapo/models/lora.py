@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.models.chunk import ModelChunk

@@ -26,8 +26,8 @@ from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, RolloutBatch, Sample
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.envs.environment_pool import EnvironmentPool
-from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
 from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.huggingface.spec_reader import read_model_spec, read_vocab_size
 from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key

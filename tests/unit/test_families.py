@@ -17,9 +17,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from megatron_dapo import run_setup
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.lora_settings import LoraSettings
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights

@@ -157,7 +157,7 @@ def spec(**changes) -> ModelSpec:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_the_tensors_of_a_model_are_those_that_transformers_saves(tmp_path, family, tied):
-    from megatron_dapo.huggingface.model_spec import read_model_spec
+    from megatron_dapo.huggingface.spec_reader import read_model_spec
     from tests.tiny_models import make_tiny
 
     path = make_tiny(tmp_path, family, tied=tied, layers=2, vocab=67)

@@ -14,7 +14,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
-from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.sizes import MIB
-from megatron_dapo.huggingface.model_spec import model_spec
 from megatron_dapo.huggingface.model_tensors import ServedTensor, served_tensors
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.weight_sync.broadcast_group import address_towards
 from megatron_dapo.weight_sync.buckets import num_bytes, plan_buckets, plan_for
