@@ -86,9 +86,6 @@ class TinyFamily:
     parity: dict[str, Options] = field(default_factory=dict)
     """Name -> checkpoint whose log-probs are compared with those of transformers; {} = one under the family's name."""
 
-    served: Options = field(default_factory=dict)
-    """Options of the checkpoint that a server of two ranks gets."""
-
     converted: dict[str, Options] = field(default_factory=dict)
     """Name -> checkpoint that is converted and converted back; {} = one under the family's name. bf16 in a name is its
     type, files stands for several files."""
@@ -270,7 +267,6 @@ FAMILIES: dict[str, TinyFamily] = {
         cuts_experts=False,
         modules=ATTENTION,  # experts are no modules
         num_adapted=lambda num_experts: 2 * 4,
-        served=dict(hidden=128),  # SGLang pads experts on CPUs whose width is no multiple of 32 on each rank
         converted={"gpt_oss_bf16_files": {}},
     ),
 }
