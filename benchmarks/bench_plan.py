@@ -26,7 +26,7 @@ from megatron_dapo.commands.plan.measured import MeasuredRun
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, run_time
 from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.config.derived import replaces_groups
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.storage.run_folder import RunFolder
 
 # The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would share the two cores.

@@ -26,7 +26,7 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 SERVER = f"{ROLLOUT_KEY}.server"
 CONFIG = load_config(recipe("dapo_32b_async"), [])

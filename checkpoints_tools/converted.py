@@ -16,7 +16,8 @@ from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifes
 from megatron_dapo.checkpointing.resume import verify_on_all_ranks
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.platform.agreement import describe
 from megatron_dapo.storage.model_folder import HF, MEGATRON
 

@@ -59,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
 def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     """Convert. Collective; raises UserError on every process."""
     start = time.monotonic()
+    from megatron_dapo.huggingface.model_tensors import hf_tensors
     from megatron_dapo.models.hf_io import check_hf_weights, exportable
     from megatron_dapo.models.safetensors_files import SafetensorsFolder
-    from megatron_dapo.models.weight_map import hf_tensors
 
     def checked_source() -> tuple[ModelSpec, SafetensorsFolder]:
         spec = read_spec(arguments.hf_model, "--hf-model")
@@ -92,8 +92,9 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
 
 
 def _num_bytes(spec: ModelSpec, dtype) -> int:
+    from megatron_dapo.huggingface.model_tensors import hf_tensors
     from megatron_dapo.models.safetensors_files import TensorSpec
-    from megatron_dapo.models.weight_map import hf_tensors, stored_dtype
+    from megatron_dapo.models.weight_map import stored_dtype
 
     return sum(TensorSpec(name, shape, stored_dtype(name, dtype)).num_bytes for name, shape in hf_tensors(spec).items())
 

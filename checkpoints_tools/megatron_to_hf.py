@@ -30,7 +30,8 @@ from checkpoints_tools.job import ConversionRanks, run
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import ModelSpec, critic_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import critic_spec
 from megatron_dapo.storage.model_folder import CRITIC, HF, MEGATRON, ModelFolder
 
 if TYPE_CHECKING:

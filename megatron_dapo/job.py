@@ -106,7 +106,6 @@ class Job:
             self.layout,
             self.config.weight_sync,
             device(),
-            num_kv_heads=self.policy.model.spec.num_kv_heads,
             report_unresponsive=partial(report_unresponsive, self.run),
             phase=self.telemetry.phase,
         )

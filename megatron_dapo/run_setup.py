@@ -11,7 +11,7 @@ from megatron_dapo.common.errors import RunStopped
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import ModelParts, require_kernel_for_sinks
 from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.models.peft_folder import export_adapters

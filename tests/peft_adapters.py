@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj")
-MODULES += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+from tests.families import MODULES
+
 WEIGHTS = "model.safetensors"
 
 

@@ -22,7 +22,7 @@ from megatron_dapo.config.built_ins import BY_DATA_SOURCE
 from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_files import read_rows
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.rewards.code.sandbox import find_way
 from megatron_dapo.rewards.reward_registry import function_name
 from megatron_dapo.storage.model_folder import ModelFolder

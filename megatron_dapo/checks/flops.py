@@ -1,10 +1,12 @@
 """Floating-point operations of a model, counted as papers count them, so that runs can be compared by MFU."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from megatron_dapo.checks.memory import adapter_parameters
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import product_weights
 
 TRAINING_PASSES = 3
 """Forward, and a backward of twice its products. What recomputation repeats does not count (PaLM, arXiv 2204.02311,
@@ -50,12 +52,9 @@ def active_adapters_of(spec: ModelSpec, layers: Sequence[int], lora: LoraSetting
 
 def active_parameters_of(spec: ModelSpec, layers: Sequence[int]) -> int:
     """Count the parameters of the products that a token goes through in these layers, numbered from 0."""
-    hidden = spec.hidden_size
-    num_moe = sum(map(spec.has_experts, layers))
-    parameters = len(layers) * spec.num_attention_weights + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size
-    if spec.moe is not None:
-        parameters += num_moe * hidden * (spec.moe.num_experts + 3 * spec.active_ffn_size)
-    return parameters
+    numbers = Counter(spec.has_experts(layer) for layer in layers)
+    first = {spec.has_experts(layer): layer for layer in reversed(layers)}
+    return sum(number * product_weights(spec, first[kind]) for kind, number in numbers.items())
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:

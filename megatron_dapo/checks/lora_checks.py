@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.key_names import ESTIMATOR, LORA_RANK, MEGATRON, TARGET_MODULES
 from megatron_dapo.config.keys import show_text
-from megatron_dapo.config.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 
 
 def targets(config: Config) -> Iterator[Mistake]:

@@ -6,8 +6,10 @@ than 128 x DP numbers each. The rest are upper estimates, each at its own peak, 
 CUDA, NCCL and workspaces `usable_memory` keeps a part of a trainer GPU free.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
@@ -24,12 +26,13 @@ from megatron_dapo.config.derived import (
     uses_servers,
     world_size,
 )
-from megatron_dapo.config.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec
+from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
+from megatron_dapo.huggingface.model_families import FAMILIES
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import product_weights, rows_of_layer
+from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 
-WHOLE_MODULES = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Modules of an attention that tensor parallelism does not cut (models/latent_attention.py)."""
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
 # Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
@@ -182,48 +185,46 @@ def routed_experts_on_host(config: Config, spec: ModelSpec) -> int:
 
 def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
     """Return how many parameters one rank of a stage holds: (those that all data-parallel ranks share, those of
-    experts). The model is Megatron's GPTModel cut by columns and rows over TP (arXiv 1909.08053, section 3), as
-    models/build.py builds it."""
-    hidden = spec.hidden_size
-    dim = spec.head_dim
-    tp = sizes.tp
-    layer = sum(inputs * outputs for inputs, outputs in _attention_on_rank(spec, tp).values()) + 2 * hidden
-    layer += (spec.num_heads + 2 * spec.num_kv_heads) * dim // tp if spec.qkv_bias else 0
-    layer += 2 * dim if spec.qk_norm else 0
-    layer += (spec.latent.q_rank or 0) + spec.latent.kv_rank if spec.latent else 0
-    layer += 2 * hidden if spec.output_norms else 0
-    layer += spec.num_heads // tp if spec.attention_sinks else 0
-    layer += hidden if spec.linear_biases else 0
+    experts). The model is cut by columns and rows over TP (arXiv 1909.08053, section 3), as its weight rows say."""
     layers = split_of(spec, sizes).numbers_of(stage)
-    num_moe = sum(map(spec.has_experts, layers))
-    shared = len(layers) * layer + (len(layers) - num_moe) * 3 * hidden * spec.dense_ffn_size // tp
-    experts = 0
-    if spec.moe is not None:
-        shared += num_moe * (spec.moe.num_experts * hidden + 3 * hidden * spec.moe.shared_ffn_size // tp)
-        shared += num_moe * spec.moe.num_experts if spec.linear_biases else 0
-        experts = num_moe * (spec.moe.num_experts // sizes.ep) * num_expert_parameters(spec) // sizes.etp
-    vocabulary = spec.padded_vocab_size(tp) // tp * hidden
+    shared, expert = _of_layers(spec, layers, _parameters_of_layer, sizes.tp, sizes.etp)
+    vocabulary = spec.padded_vocab_size(sizes.tp) // sizes.tp * spec.hidden_size
     shared += vocabulary if stage == 0 else 0
     if stage == sizes.pp - 1:
         is_same = spec.tied_embeddings and sizes.pp == 1
-        shared += hidden + (hidden + 1 if spec.value_head else 0 if is_same else vocabulary)
-    return shared, experts
+        shared += spec.hidden_size + (spec.hidden_size + 1 if spec.value_head else 0 if is_same else vocabulary)
+    return shared, expert * (spec.moe.num_experts if spec.moe else 0) // sizes.ep
 
 
 def num_expert_parameters(spec: ModelSpec) -> int:
     """Return how many parameters one expert of a layer has."""
-    biases = 2 * spec.ffn_size + spec.hidden_size if spec.linear_biases else 0
-    return 3 * spec.hidden_size * spec.ffn_size + biases
+    return _parameters_of_layer(spec, spec.num_layers - 1, 1, 1)[1]
 
 
-def _attention_on_rank(spec: ModelSpec, tp: int) -> dict[str, tuple[int, int]]:
-    """Return (inputs, outputs) of the modules of a layer's attention as far as one tensor-parallel rank has them."""
-    cut = {"o_proj": (tp, 1)} | dict.fromkeys(WHOLE_MODULES, (1, 1))
-    on_rank = {}
-    for name, (inputs, outputs) in spec.attention_modules.items():
-        by_inputs, by_outputs = cut.get(name, (1, tp))
-        on_rank[name] = (inputs // by_inputs, outputs // by_outputs)
-    return on_rank
+CountOfLayer = Callable[[ModelSpec, int, int, int], tuple[int, int]]
+"""(model, layer, TP, ETP) -> what the layer has on a rank: (all but experts', one expert's)."""
+
+
+def _of_layers(spec: ModelSpec, layers: Sequence[int], count: CountOfLayer, tp: int, etp: int) -> tuple[int, int]:
+    """Return the sums over these layers. Of each kind of layer, dense or with experts, one is counted."""
+    shared = expert = 0
+    for kind in (True, False):
+        if members := [layer for layer in layers if spec.has_experts(layer) == kind]:
+            of_shared, of_expert = count(spec, members[0], tp, etp)
+            shared += len(members) * of_shared
+            expert += len(members) * of_expert
+    return shared, expert
+
+
+@cache
+def _parameters_of_layer(spec: ModelSpec, layer: int, tp: int, etp: int) -> tuple[int, int]:
+    """Return how many parameters of a layer a rank holds: (all but experts', one expert's)."""
+    counts = {True: 0, False: 0}
+    for row in rows_of_layer(spec, layer):
+        if not row.hf[0].endswith(ROUTER_BIAS):  # which is no parameter
+            num_ranks = 1 if row.cut is None else etp if row.of_experts else tp
+            counts[row.of_experts] += sum(map(math.prod, row.shapes(spec))) // num_ranks
+    return counts[False], counts[True]
 
 
 def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
@@ -250,25 +251,18 @@ def adapter_parameters(
 ) -> tuple[int, int]:
     """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
     but those of experts, those of one expert in each layer that has some)."""
-    hidden = spec.hidden_size
-    attention = _attention_on_rank(spec, tp)
-    modules = [name for name in spec.linear_modules if name in lora.targets]
-    mlp_modules = [name for name in modules if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
 
-    def mlp(width: int) -> int:
-        """Count A and B of an MLP of which this rank has so many columns."""
-        sizes_of = {"gate_up_proj": hidden + 2 * width}
-        return lora.rank * sum(sizes_of.get(name, hidden + width) for name in mlp_modules)
+    def of_layer(spec: ModelSpec, layer: int, tp: int, etp: int) -> tuple[int, int]:
+        counts = {True: 0, False: 0}
+        for row in rows_of_layer(spec, layer):
+            num_ranks = etp if row.of_experts else tp
+            for name, (outputs, inputs) in zip(row.modules, row.shapes(spec), strict=False):
+                if name in lora.targets:  # A has the columns of the module's weight on this rank, and B its rows
+                    columns = inputs // (num_ranks if row.cut == 1 else 1)
+                    counts[row.of_experts] += lora.rank * (columns + outputs // (num_ranks if row.cut == 0 else 1))
+        return counts[False], counts[True]
 
-    # A and B have together the columns and rows of the module's weight on this rank
-    of_attention = lora.rank * sum(sum(attention[name]) for name in modules if name in attention)
-    num_moe = sum(map(spec.has_experts, layers))
-    shared = len(layers) * of_attention + (len(layers) - num_moe) * mlp(spec.dense_ffn_size // tp)
-    if spec.moe is None:
-        return shared, 0
-    if spec.moe.shared_ffn_size:
-        shared += num_moe * mlp(spec.moe.shared_ffn_size // tp)
-    return shared, num_moe * mlp(spec.ffn_size // etp)
+    return _of_layers(spec, layers, of_layer, tp, etp)
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
@@ -305,8 +299,7 @@ def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
     if config.actor_rollout_ref.actor.megatron.fp8 == "none":
         return 0
     sizes = parallel_sizes(config)
-    columns = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim + 3 * spec.ffn_size
-    return 2 * split_of(spec, sizes).layers_of(stage) * spec.hidden_size * columns // sizes.tp
+    return 2 * split_of(spec, sizes).layers_of(stage) * product_weights(spec, layer=0) // sizes.tp
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
@@ -439,7 +432,7 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
     bucket = config.weight_sync.bucket_size_mb * MIB
     row = spec.hidden_size * dtype_bytes(config)
     largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
-    if spec.moe is None or not FAMILIES[spec.family].stacked_experts:
+    if spec.moe is None or not FAMILIES[spec.family].has_stacked_experts:
         return 2 * bucket + 2 * max(bucket, largest)
     down = spec.moe.num_experts * spec.ffn_size * row
     stacks = (2 * down, down)  # of gate and up, and of down

@@ -15,11 +15,15 @@ from megatron_dapo.config.derived import (
     uses_critic,
 )
 from megatron_dapo.config.key_names import CHUNKS, LENGTHS, LORA_RANK, MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
-from megatron_dapo.config.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.experts import num_experts_of
-from megatron_dapo.huggingface.model_spec import FAMILIES, Family, ModelSpec, critic_spec, model_spec
+from megatron_dapo.huggingface.family import Family
+from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
+from megatron_dapo.huggingface.model_families import FAMILIES
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import linear_modules
+from megatron_dapo.huggingface.spec_reader import critic_spec, model_spec
 from megatron_dapo.storage.model_folder import ModelFolder
 
 
@@ -198,12 +202,12 @@ def _expert_width_key(model: dict[str, Any]) -> str:
 def has_stacked_experts(model: dict[str, Any]) -> bool:
     """Return whether a tensor of this model has all experts of a layer."""
     family = _family_of(model)
-    return family is not None and family.stacked_experts
+    return family is not None and family.has_stacked_experts
 
 
 def _has_biased_experts(model: dict[str, Any]) -> bool:
     family = _family_of(model)
-    return family is not None and family.is_gpt_oss
+    return family is not None and family.has_biased_experts
 
 
 def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
@@ -213,7 +217,7 @@ def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
 
 def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
     try:
-        return model_spec(model).linear_modules
+        return linear_modules(model_spec(model))
     except (UserError, ValueError):  # which another check reports
         return ()
 

@@ -14,6 +14,7 @@ from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import attention_weights
 
 NOTHING = {"recompute_granularity": "none"}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
@@ -54,7 +55,7 @@ def recomputed_share(config: Config, spec: ModelSpec) -> float:
         return 0.0
     if megatron.recompute_granularity == "selective":
         mlp = 3 * spec.mean_active_ffn_size
-        attention = spec.num_attention_weights / spec.hidden_size
+        attention = attention_weights(spec) / spec.hidden_size
         return mlp / (mlp + attention) if "mlp" in megatron.recompute_modules else 0.0
     if megatron.recompute_method == "uniform":
         return 1.0

@@ -27,12 +27,12 @@ from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.derived import uses_servers, world_size
 from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN, WITHOUT_SERVERS, WORLD, keys_of
 from megatron_dapo.config.loader import read_config
-from megatron_dapo.config.lora_settings import lora_settings
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import critic_spec, model_spec
+from megatron_dapo.huggingface.lora_settings import lora_settings
 from megatron_dapo.huggingface.peft_config import adapter_faults
 from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.huggingface.spec_reader import critic_spec, model_spec
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder, batch_steps
 from megatron_dapo.storage.server_key import KEY as SERVER_KEY

@@ -53,7 +53,7 @@ def num_experts_of(hf: dict) -> Any:
 
 def read_experts(hf: dict, source: str, has_shared_experts: bool) -> tuple[MoEConfig | None, list[str]]:
     """Return the experts, and what is wrong there. The types are checked already. has_shared_experts: as in
-    `model_spec.Family`."""
+    `family.Family`."""
     num_experts: int | None = num_experts_of(hf)
     per_token: int | None = hf.get("num_experts_per_tok")
     norm = bool(hf.get("norm_topk_prob"))

@@ -29,20 +29,6 @@ class LatentAttention:
         """Return the dimensions of a head of queries and keys."""
         return self.plain_dim + self.rotary_dim
 
-    def linear_sizes(self, hidden_size: int, num_heads: int) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of the linear modules before the attention, by their names."""
-        queries = num_heads * self.key_dim
-        key_values = num_heads * (self.plain_dim + self.value_dim)
-        of_queries = (
-            {"q_a_proj": (hidden_size, self.q_rank), "q_b_proj": (self.q_rank, queries)}
-            if self.q_rank
-            else {"q_proj": (hidden_size, queries)}
-        )
-        return of_queries | {
-            "kv_a_proj_with_mqa": (hidden_size, self.kv_rank + self.rotary_dim),
-            "kv_b_proj": (self.kv_rank, key_values),
-        }
-
     @property
     def down_width(self) -> int:
         """Return the width of all that is computed of the hidden states at once: both vectors, and rotated keys."""

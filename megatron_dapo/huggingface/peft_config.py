@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.common.bounded import read_json
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

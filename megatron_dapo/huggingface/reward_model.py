@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import CLASSIFIERS
+from megatron_dapo.huggingface.spec_reader import CLASSIFIERS
 
 
 def architecture_of(path: str) -> str:

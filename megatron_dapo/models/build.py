@@ -21,9 +21,10 @@ from megatron_dapo.checks.hardware import lack_of_fp8
 from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import expert_modules
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.expert_load import ChunkLoad
 from megatron_dapo.models.latent_attention import put_latent_attention, suits_transformer_engine
@@ -117,8 +118,7 @@ def build_model(
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
     split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks, megatron.pipeline_layers)
     config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
-    of_experts = set(spec.linear_modules).difference(spec.attention_modules)
-    if lora is not None and not of_experts.isdisjoint(lora.targets):
+    if lora is not None and not expert_modules(spec).isdisjoint(lora.targets):
         config.moe_grouped_gemm = False  # it leaves no place for the adapter of one expert
     chunks = [
         _build_chunk(spec, layout, config, split, use_te, stage if layout.vpp else None, has_adapters=lora is not None)

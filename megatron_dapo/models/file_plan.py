@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.models.safetensors_files import SINGLE, SafetensorsFolder, TensorSpec, file_order
-from megatron_dapo.models.weight_map import hf_tensors, stored_dtype
+from megatron_dapo.models.weight_map import stored_dtype
 
 _FILE_BYTES = 4 * 2**30
 

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.huggingface.model_spec import CLASSIFIERS, LANGUAGE_MODEL, ModelSpec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import hf_tensors
+from megatron_dapo.huggingface.spec_reader import CLASSIFIERS, LANGUAGE_MODEL
+from megatron_dapo.huggingface.weight_rows import EMBEDDING, LM_HEAD, VALUE_HEAD
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan
 from megatron_dapo.models.safetensors_files import (
@@ -23,15 +26,7 @@ from megatron_dapo.models.safetensors_files import (
     TensorSpec,
     byte_view,
 )
-from megatron_dapo.models.weight_map import (
-    EMBEDDING,
-    LM_HEAD,
-    VALUE_HEAD,
-    Entry,
-    hf_tensors,
-    stored_dtype,
-    weight_entries,
-)
+from megatron_dapo.models.weight_map import Entry, stored_dtype, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.staged_folder import StagedFolder
@@ -84,14 +79,17 @@ def _is_new(name: str, folder: SafetensorsFolder) -> bool:
 def _read_entry(folder: SafetensorsFolder, entry: Entry, model: ModelParts, layout: ParallelLayout) -> Tensor:
     is_vocab = entry.hf_names[0] in (EMBEDDING, LM_HEAD)
     padded = model.spec.padded_vocab_size(layout.tp) if is_vocab else None
-    transform = entry.transform
+    join = entry.transform.join
     if entry.num_stacked:
         assert entry.expert is not None, "what is stacked are experts"
         rows = [folder.read_row(name, entry.expert) for name in entry.hf_names]
-        return transform.join(rows, model.spec)
+        return join(rows, model.spec)
     rank, size = layout.place(of_expert=entry.expert is not None)
-    parts = [folder.read(name, transform.dim, rank, size, padded, transform.blocks) for name in entry.hf_names]
-    return transform.join(parts, model.spec)
+    parts = [
+        folder.read(name, entry.cut, rank, size, padded, blocks)
+        for name, blocks in zip(entry.hf_names, entry.blocks, strict=True)
+    ]
+    return join(parts, model.spec)
 
 
 @torch.no_grad()

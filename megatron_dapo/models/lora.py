@@ -11,7 +11,6 @@ itself stays as it was read.
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -27,19 +26,12 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.layers import mark
-from megatron_dapo.models.weight_map import (
-    ADAPTERS,
-    COLUMNS,
-    REPLICATED,
-    ROWS,
-    Entry,
-    hf_tensors,
-    weight_entries,
-)
+from megatron_dapo.models.weight_map import ADAPTERS, SAME, Entry, split_blocks, weight_entries
 from megatron_dapo.platform.parallel import ParallelLayout
 
 PEFT_PREFIX = "base_model.model."
@@ -76,7 +68,7 @@ class LinearAdapter(torch.nn.Module):
         self._spec = spec
         self._layout = layout
         self._place, self._num_places = layout.place(of_expert=entry.expert is not None)
-        self._cut = entry.transform.dim if entry.expert is None or layout.etp > 1 else None
+        self._cut = entry.cut if entry.expert is None or layout.etp > 1 else None
         self._scale = lora.scale
         self._rank = lora.rank
         self._out_sizes: list[int] = []
@@ -183,14 +175,24 @@ class LinearAdapter(torch.nn.Module):
 
     def entries(self) -> Iterator[Entry]:
         """Yield the parameters with PEFT's names, cut as they are."""
-        cut = self._cut
-        rows = replace(ROWS, blocks=self.entry.transform.blocks)
-        transforms = (COLUMNS if cut == 1 else REPLICATED), (rows if cut == 0 else REPLICATED)
         for index in self._targets:
-            names = adapter_names(self.entry.hf_names[index])
-            for parameter, name, transform in zip(self.pair(index), names, transforms, strict=True):
-                expert = self.entry.expert, self.entry.num_local_experts
-                yield Entry(parameter, (name,), transform, False, *expert)
+            name_a, name_b = adapter_names(self.entry.hf_names[index])
+            a, b = self.pair(index)
+            yield self._half_entry(a, name_a, 1, ())
+            yield self._half_entry(b, name_b, 0, self.entry.blocks[index])
+
+    def _half_entry(self, parameter: torch.nn.Parameter, name: str, cut: int, blocks: tuple[int, ...]) -> Entry:
+        """Return the entry of A or B. cut, blocks: where the layer is cut along this axis; otherwise it is whole."""
+        is_cut = cut == self._cut
+        return Entry(
+            parameter,
+            (name,),
+            SAME,
+            cut if is_cut else None,
+            (blocks if is_cut else (),),
+            expert=self.entry.expert,
+            num_local_experts=self.entry.num_local_experts,
+        )
 
 
 class ChunkAdapters(torch.nn.ModuleList):
@@ -207,7 +209,7 @@ class ChunkAdapters(torch.nn.ModuleList):
         for entry in self._entries:
             (name,) = entry.hf_names
             key = f"{ADAPTERS}{name.removeprefix(PEFT_PREFIX)}"
-            if entry.transform.blocks == 1:
+            if not entry.blocks[0]:
                 described[key] = self._describe(entry, key, entry.parameter)
             else:
                 described[key] = ShardedTensorFactory(
@@ -217,16 +219,16 @@ class ChunkAdapters(torch.nn.ModuleList):
 
     def _describe(self, entry: Entry, key: str, values: Tensor) -> ShardedTensor:
         place, num_places = self._layout.place(of_expert=entry.expert is not None)
-        dim = entry.transform.dim
-        offsets = [] if dim is None else [(dim, place, num_places)]
-        copy = place if dim is None else 0  # the tensor has as many
+        offsets = [] if entry.cut is None else [(entry.cut, place, num_places)]
+        copy = place if entry.cut is None else 0  # the tensor has as many
         return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=(copy, 0, 0))
 
     def _describe_blocks(
         self, entry: Entry, key: str, values: Tensor, replica: object, flattened: object
     ) -> list[ShardedTensor]:
         """Return the blocks of a tensor under names of their own: a rank has a part of each."""
-        blocks = values.chunk(entry.transform.blocks)
+        _, num_places = self._layout.place(of_expert=entry.expert is not None)
+        blocks = split_blocks(values, entry.blocks[0], num_places)
         return [self._describe(entry, f"{key}.{number}", block) for number, block in enumerate(blocks)]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
+from megatron_dapo.huggingface.model_tensors import linear_modules
 from megatron_dapo.huggingface.peft_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.file_plan import FilePlan
@@ -49,9 +50,8 @@ def load_adapters(model: ModelParts, layout: ParallelLayout, path: str | Path) -
     for entry in _entries(model):
         (name,) = entry.hf_names
         try:
-            transform = entry.transform
             place = layout.place(of_expert=entry.expert is not None)
-            values = folder.read(name, transform.dim, *place, blocks=transform.blocks)
+            values = folder.read(name, entry.cut, *place, blocks=entry.blocks[0])
         except OSError as error:
             raise UserError(f"{KEY}: `{path}` cannot be read ({error}); copy it again.") from error
         entry.parameter.copy_(values)
@@ -72,7 +72,7 @@ def export_adapters(model: ModelParts, layout: ParallelLayout, base_model: str, 
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
     )
 
-    modules = [name for name in model.spec.linear_modules if name in lora.targets]
+    modules = [name for name in linear_modules(model.spec) if name in lora.targets]
 
     def add_files(staging: Path, num_bytes: int) -> None:
         write_whole(staging / ADAPTER_CONFIG, adapter_config_json(lora, modules, base_model))

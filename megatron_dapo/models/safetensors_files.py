@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.model_tensors import ServedTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -32,15 +34,17 @@ _MAX_INDEX = 256 << 20  # bytes: of a million tensors
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A full tensor under its Hugging Face name.
-
-    with_previous: a server takes it in one call with the tensor before it alone.
-    """
+    """A full tensor under its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
     with_previous: bool = False
+    """Whether a server takes it only in one call with the tensor before it."""
+
+    served: ServedTensor | None = None
+    """How a server holds it; None = as it is, whole on every rank."""
 
     @property
     def num_bytes(self) -> int:
@@ -195,7 +199,7 @@ class SafetensorsFolder:
         rank: int = 0,
         size: int = 1,
         padded: int | None = None,
-        blocks: int = 1,
+        blocks: Sequence[int] = (),
     ) -> Tensor:
         """Read a rank's share of a tensor, on the CPU. Raises OSError.
 
@@ -203,14 +207,13 @@ class SafetensorsFolder:
             dim: axis of the cut (0 or 1); none: all of the tensor.
             size: number of the ranks that share it.
             padded: the length along dim of which the rank has its share; what exceeds the file's is zero.
-            blocks: so many tensors stand in it one below the other, each of which is cut along its rows.
+            blocks: heights of what stands in it one below the other, each cut along its rows; (): nothing does.
         """
         if dim is None:
             return self._rows(name, 0, None)
-        if blocks > 1:
-            rows = self.tensor(name).shape[0] // blocks
-            starts = [block * rows + rank * (rows // size) for block in range(blocks)]
-            return torch.cat([self._rows(name, start, start + rows // size) for start in starts])
+        if blocks:
+            ends = zip(accumulate(blocks), blocks, strict=True)
+            return torch.cat([self._share(name, end - height, height, rank, size) for end, height in ends])
         length = self.tensor(name).shape[dim]
         share = (padded or length) // size
         start = min(rank * share, length)
@@ -220,6 +223,11 @@ class SafetensorsFolder:
         part = self._rows(name, start, end)
         missing = share - part.shape[0]
         return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+
+    def _share(self, name: str, start: int, height: int, rank: int, size: int) -> Tensor:
+        """Read a rank's share of the rows from `start` on."""
+        share = height // size
+        return self._rows(name, start + rank * share, start + (rank + 1) * share)
 
     def read_row(self, name: str, row: int) -> Tensor:
         """Read one of the tensors that a tensor is a stack of, on the CPU. Raises OSError."""

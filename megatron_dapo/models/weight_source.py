@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.huggingface.model_tensors import served_tensors
+from megatron_dapo.huggingface.weight_rows import EMBEDDING, LM_HEAD
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.lora import LinearAdapter, adapters_of
 from megatron_dapo.models.safetensors_files import TensorSpec
-from megatron_dapo.models.weight_map import EMBEDDING, LM_HEAD, Entry, weight_entries
+from megatron_dapo.models.weight_map import Entry, weight_entries
 from megatron_dapo.platform.parallel import ParallelLayout
 
 
@@ -54,6 +56,7 @@ class WeightSource:
             self._adapters = {adapter.entry.parameter: adapter for adapter in adapters_of(model.chunks)}
         self._slots: dict[str, dict[int | None, _Slot]] = {}  # name -> number in the stack, if it is one -> slot
         self._specs: list[TensorSpec] = []
+        self._served = served_tensors(model.spec)
         for entry in weight_entries(model.chunks, model.spec) if entries is None else entries:
             if entry.is_copy:
                 continue
@@ -77,14 +80,14 @@ class WeightSource:
             shape = (self._model.spec.vocab_size, *shape[1:])  # without the padding
         if entry.num_stacked:
             shape = (entry.num_stacked, *shape)
-        with_previous = entry.transform.sent_together and part > 0
-        self._specs.append(TensorSpec(name, shape, local.dtype, with_previous))
+        with_previous = entry.sent_together and part > 0
+        self._specs.append(TensorSpec(name, shape, local.dtype, with_previous, self._served.get(name)))
 
     def _full_shape(self, entry: Entry, local: tuple[int, ...]) -> tuple[int, ...]:
         shape = list(local)
-        if entry.transform.dim is not None:
+        if entry.cut is not None:
             _, num_places = self._layout.place(of_expert=entry.expert is not None)
-            shape[entry.transform.dim] *= num_places
+            shape[entry.cut] *= num_places
         return tuple(shape)
 
     def specs(self) -> list[TensorSpec]:
@@ -106,7 +109,7 @@ class WeightSource:
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
         split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
-        cut = [i for i in here if slots[i].entry.transform.dim is not None]
+        cut = [i for i in here if slots[i].entry.cut is not None]
         of_experts = [i for i in cut if slots[i].owner is not None]
         if layout.tp > 1 and layout.copy_rank == 0:
             self._join(slots, full, [i for i in cut if slots[i].owner is None], layout.tp_group)
@@ -165,4 +168,4 @@ class WeightSource:
         del flat
         by_rank = [row.split([part.numel() for part in slices]) for row in gathered]
         for number, (i, part) in enumerate(zip(cut, slices, strict=True)):
-            full[i] = slots[i].entry.transform.whole([parts[number].view(part.shape) for parts in by_rank])
+            full[i] = slots[i].entry.whole(slots[i].part, [parts[number].view(part.shape) for parts in by_rank])

@@ -13,8 +13,8 @@ from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.envs.environment_pool import EnvironmentPool
-from megatron_dapo.huggingface.model_spec import read_model_spec, read_vocab_size
 from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.huggingface.spec_reader import read_model_spec, read_vocab_size
 from megatron_dapo.rewards.judge import Judge
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward

@@ -2,7 +2,7 @@
 
 from megatron_dapo.config.derived import uses_experience_replay
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.huggingface.spec_reader import read_vocab_size
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.batch_source import BatchSource
 from megatron_dapo.rollout.handle import RolloutHandle

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from megatron_dapo.common.sizes import GIB
 from megatron_dapo.config.derived import uses_servers
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 WAITING = ("start", "rollout")

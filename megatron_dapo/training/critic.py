@@ -13,7 +13,7 @@ from megatron_dapo.algorithms.value_loss import explained_variance_sums, value_l
 from megatron_dapo.config.derived import critic_batching, critic_path
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
-from megatron_dapo.huggingface.model_spec import read_critic_spec
+from megatron_dapo.huggingface.spec_reader import read_critic_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout

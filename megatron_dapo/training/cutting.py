@@ -8,6 +8,7 @@ from megatron_dapo.data.batching import CostModel, TrainSample
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import attention_weights
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -27,7 +28,7 @@ class Cutter:
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=round(spec.mean_active_ffn_size),
-            attention_weights=spec.num_attention_weights,
+            attention_weights=attention_weights(spec),
             attention_width=spec.num_heads * (spec.head_dim + spec.value_dim) / 2,
         )
 

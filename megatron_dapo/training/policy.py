@@ -15,10 +15,10 @@ from megatron_dapo.algorithms.mismatch_sums import MEAN_MISMATCH, MEAN_MISMATCH_
 from megatron_dapo.algorithms.policy_loss import EXP_MASK_RATIO, OFF_POLICY_LOSS
 from megatron_dapo.algorithms.rollout_correction import RolloutCorrection, rollout_correction
 from megatron_dapo.config.derived import needs_old_log_probs, tokens_multiple, uses_full_kl_in_reward
-from megatron_dapo.config.lora_settings import lora_settings
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.lora_settings import lora_settings
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.log_prob_head import Scores

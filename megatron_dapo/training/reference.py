@@ -8,7 +8,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple, uses_full_kl
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
-from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.log_prob_head import Scores

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from megatron_dapo.config.derived import needs_reference, uses_critic
-from megatron_dapo.config.lora_settings import actor_is_reference
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.lora_settings import actor_is_reference
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepShard

@@ -132,10 +132,7 @@ class Gatherer(Bystander):
 
 
 class StageSource(Gatherer):
-    """The role of the rank that holds the stage's gathered weights, and sends them.
-
-    num_kv_heads: of the model, for comparison with servers of more tensor-parallel ranks than that.
-    """
+    """The role of the rank that holds the stage's gathered weights, and sends them."""
 
     def __init__(
         self,
@@ -145,12 +142,10 @@ class StageSource(Gatherer):
         config: WeightSyncConfig,
         sender: Sender,
         device: torch.device,
-        num_kv_heads: int | None,
     ) -> None:
         super().__init__(source, plan, layout, config)
         self._sender = sender
         self._device = device
-        self._num_kv_heads = num_kv_heads
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         if stage == self._stage:
@@ -226,7 +221,7 @@ class StageSource(Gatherer):
         """Return whether each tensor-parallel rank of a server has the checksum of its part of the
         parameter."""
         for rank, sums in enumerate(ranks):
-            accepted = accepted_tensors(specs, tensors, rank, len(ranks), self._num_kv_heads)
+            accepted = accepted_tensors(specs, tensors, rank, len(ranks))
             if not any(sums.get(name) == checksum(tensor) for tensor in accepted):
                 return False
         return True
@@ -248,12 +243,11 @@ def stage_role(
     config: WeightSyncConfig,
     make_sender: Callable[[], Sender],
     device: torch.device,
-    num_kv_heads: int | None,
 ) -> StageRole:
     """Return this rank's part in the pushes of its stage. make_sender: called on the source rank
     only."""
     if layout.is_source:
-        return StageSource(source, plan, layout, config, make_sender(), device, num_kv_heads)
+        return StageSource(source, plan, layout, config, make_sender(), device)
     if layout.gathers:
         return Gatherer(source, plan, layout, config)
     return Bystander()

@@ -99,8 +99,6 @@ class WeightSync:
         urls: returns the current servers; called on rank 0, which leads, before every push.
         connect: returns a server's client; called on each stage's source rank (`layout.is_source`),
             which sends.
-        num_kv_heads: of the model, for `verify` with servers of more tensor-parallel ranks than
-            that.
         report_unresponsive: called on rank 0 with the servers left out (URL -> why); see
             ServerLeader.
         phase: times a phase of a push, and reports it to the watchdog.
@@ -114,7 +112,6 @@ class WeightSync:
         layout: ParallelLayout,
         config: WeightSyncConfig,
         device: torch.device,
-        num_kv_heads: int | None = None,
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
@@ -139,7 +136,6 @@ class WeightSync:
             config,
             lambda: Sender(layout.pp_rank, self._calls, plan, device, probe_s, flushes=config.pause_mode == "retract"),
             device,
-            num_kv_heads,
         )
         # the same on all ranks: the members of the groups, and the servers that confirmed the last
         # push, with its version

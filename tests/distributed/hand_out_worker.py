@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from tests.distributed.process_groups import leave

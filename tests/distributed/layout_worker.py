@@ -27,12 +27,12 @@ from megatron_dapo.config.derived import (
     uses_experience_replay,
 )
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import actor_is_reference
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group
 from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.huggingface.lora_settings import actor_is_reference
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.peft_folder import adapter_source
 from megatron_dapo.models.weight_map import expert_parameters

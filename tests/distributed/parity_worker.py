@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.weight_source import WeightSource

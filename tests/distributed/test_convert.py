@@ -7,29 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests.families import converted_models
 from tests.forked_ranks import run_ranks
 from tests.helpers import REPOSITORY, run_torchrun
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
 
-# 131 is odd, so that the vocabulary is padded under tensor parallelism; "files": several of them
-MODELS = {
-    "qwen2_bf16_files": dict(family="qwen2", vocab=131),
-    "qwen2_tied_files": dict(family="qwen2", vocab=131, tied=True),
-    "qwen3_bf16": dict(family="qwen3", vocab=131),
-    "qwen3_tied_bf16_files": dict(family="qwen3", vocab=131, tied=True),
-    "llama_files": dict(family="llama", vocab=131, layers=5),  # two stages have 3 and 2
-    "llama_tied_bf16": dict(family="llama", vocab=128, tied=True),
-    "mistral": dict(family="mistral", vocab=131),
-    "glm4_bf16_files": dict(family="glm4", vocab=131),
-    "gemma3_bf16": dict(family="gemma3", vocab=131),
-    "qwen3_moe_bf16_files": dict(family="qwen3_moe", vocab=131),
-    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, num_experts=6, layers=3),
-    "glm4_moe_bf16_files": dict(family="glm4_moe", vocab=131),
-    "deepseek_moe_bf16_files": dict(family="deepseek_v3", vocab=131),
-    "gpt_oss_bf16_files": dict(family="gpt_oss", vocab=131),
-}
+MODELS = converted_models()
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
 CHECKED = {
     "qwen2_bf16_files": "tp2",

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.layout_runs import Layouts, assert_same, assert_same_as, cases_of, run_layouts, with_others
+from tests.families import own_layers
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -284,7 +285,7 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
 
 
 # families whose layers differ, all in one start; what is not named is data parallelism
-FAMILIES = ("glm4", "gemma3")
+FAMILIES = own_layers(is_mixture=False)
 FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
 
@@ -320,8 +321,7 @@ FAMILY_CASES = [
 ]
 
 
-# a dense first layer, shared experts, a router with a bias; a latent attention; sinks, windows and biases everywhere
-OTHERS = {"latent": "deepseek_v3", "gpt_oss": "gpt_oss"}
+OTHERS = own_layers(is_mixture=True)
 with_them = partial(with_others, OTHERS)
 SMALL = {"small": CUTS["small"]}
 TP_EP, PP_EP = {"tp": 2, "sp": True, "ep": 2}, {"pp": 2, "ep": 2}
@@ -345,7 +345,7 @@ def shared_mixture(tmp_path_factory) -> dict[str, dict]:
     """As `results`, of a GLM-4.5, and of the others under their names."""
     folder = tmp_path_factory.mktemp("shared_mixture")
     shape = dict(vocab=67, layers=3, hidden=32, heads=4, kv_heads=2)
-    model, *others = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", *OTHERS.values()))
+    model, *others = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", *OTHERS))
     return run_layouts(folder, model, SHARED_LAYOUTS, others=dict(zip(OTHERS, others, strict=True)))
 
 

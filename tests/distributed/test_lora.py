@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.layout_runs import Layouts, assert_same, assert_same_as, cases_of, run_layouts
+from tests.families import FAMILIES
 from tests.peft_adapters import make_adapter
 from tests.tiny_models import make_tiny
 
@@ -116,21 +117,14 @@ def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case
     assert "gradients" not in got or len(got["gradients"]) == 2 * (4 + 3) + 2 * (4 + 4 * 3 + 3)
 
 
-@pytest.mark.parametrize(
-    ("family", "num_tensors"),
-    [
-        ("glm4", 2 * (4 + 2) * 2),
-        ("glm4_moe", (2 * 4 + 3 + 5 * 3) * 2),
-        ("deepseek_v3", (2 * 5 + 3 + 5 * 3) * 2),
-        ("gpt_oss", 2 * 4 * 2),  # its experts are no modules
-    ],
-)
-def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_path, family, num_tensors):
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.num_adapted])
+def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_path, family):
     """Gate and up in one; dense first layers, and shared experts beside four; modules of which each rank has all."""
     shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, num_experts=4)
-    glm = run(tmp_path, make_tiny(tmp_path / "model", family, **shape), GLM_LAYOUTS)
-    assert_same(glm["tp2_sp/small"], glm["tp1/whole"])
-    assert len(glm["tp1/whole"]["gradients"]) == num_tensors
+    got = run(tmp_path, make_tiny(tmp_path / "model", family, **shape), GLM_LAYOUTS)
+    assert_same(got["tp2_sp/small"], got["tp1/whole"])
+    num_adapted = FAMILIES[family].num_adapted
+    assert num_adapted is not None and len(got["tp1/whole"]["gradients"]) == 2 * num_adapted(4)
 
 
 def test_the_reference_is_the_model_without_adapters(results):

@@ -9,67 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.parity_worker import BUCKET_BYTES
+from tests.families import FAMILIES, parity_models
 from tests.forked_ranks import run_ranks
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-# With 16 dimensions a head and original_max_position_embeddings 64 some pairs are kept, some divided, some in between.
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-# 131 is odd, so that the vocabulary is padded under tensor parallelism; 2 KV heads for 4 heads
-MODELS = {
-    "qwen2": dict(family="qwen2", vocab=131),
-    "qwen2_tied": dict(family="qwen2", vocab=131, tied=True),
-    "qwen3": dict(family="qwen3", vocab=128),
-    "qwen3_tied": dict(family="qwen3", vocab=131, tied=True),
-    "llama": dict(family="llama", vocab=131),
-    "llama_tied": dict(family="llama", vocab=128, tied=True),
-    "llama3_rope": dict(family="llama", vocab=131, rope=LLAMA3_ROPE),
-    "mistral_yarn": dict(family="mistral", vocab=131, rope=YARN_ROPE),
-    "glm4": dict(family="glm4", vocab=131),
-    "gemma3": dict(family="gemma3", vocab=131),
-}
-# 8 experts; their weights divided by their sum, or not
-MIXTURES = {
-    "qwen3_moe": dict(family="qwen3_moe", vocab=131),
-    "qwen3_moe_tied": dict(family="qwen3_moe", vocab=131, tied=True, norm_topk_prob=False, experts_per_token=3),
-    "glm4_moe": dict(family="glm4_moe", vocab=131),
-    # norms of query and key, groups of experts, two shared experts, two dense layers, half and more of a head rotated
-    "glm4_moe_groups": dict(
-        family="glm4_moe",
-        vocab=131,
-        tied=True,
-        experts_per_token=4,
-        more=dict(
-            use_qk_norm=True,
-            attention_bias=False,
-            n_group=4,
-            topk_group=2,
-            n_shared_experts=2,
-            first_k_dense_replace=2,
-            partial_rotary_factor=0.75,
-        ),
-    ),
-    "deepseek_moe": dict(family="deepseek_v3", vocab=131),
-    # queries of the hidden states, pairs of one of each half, frequencies that are not scaled, two of four groups
-    "deepseek_moe_whole_queries": dict(
-        family="deepseek_v3",
-        vocab=131,
-        tied=True,
-        experts_per_token=4,
-        rope={"rope_type": "default", "rope_theta": 10000.0},
-        more=dict(q_lora_rank=None, rope_interleave=False, n_group=4, first_k_dense_replace=2),
-    ),
-    "gpt_oss": dict(family="gpt_oss", vocab=131),
-}
+MODELS = parity_models(is_mixture=False)
+MIXTURES = parity_models(is_mixture=True)
 UNEVEN = {"pp": 2, "vpp": 2, "pipeline_layers": [0, 2, 1, 1]}
 LAYOUTS = {
     1: {"tp1": {}},
@@ -106,7 +53,7 @@ MIXTURE_LAYOUTS = {
 
 def has_layout(model: str, sizes: dict) -> bool:
     """Megatron-core cuts no experts that have biases."""
-    return model != "gpt_oss" or "etp" not in sizes
+    return FAMILIES[(MODELS | MIXTURES)[model]["family"]].cuts_experts or "etp" not in sizes
 
 
 CASES = [

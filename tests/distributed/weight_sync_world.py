@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_dapo.common.errors import MissingRanksError, SharedError
 from megatron_dapo.config.schema.run import WeightSyncConfig
+from megatron_dapo.huggingface.model_tensors import ServedTensor
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -38,8 +39,10 @@ def model_specs(stage: int, pp: int, num_large: int = 0) -> list[TensorSpec]:
     further ones of the same size on each stage, which are buckets of their own."""
     specs = [TensorSpec("model.embed_tokens.weight", (128, 2304), torch.float32)] if stage == 0 else []
     for layer in range(2 * stage, 2 * stage + 2):
-        for module in ("q_proj", "k_proj", "v_proj"):
-            specs.append(TensorSpec(f"model.layers.{layer}.self_attn.{module}.weight", (32, 64), torch.float32))
+        for place, module in enumerate(("q_proj", "k_proj", "v_proj")):
+            served = ServedTensor(f"model.layers.{layer}.self_attn.qkv_proj.weight", (0, place))
+            name = f"model.layers.{layer}.self_attn.{module}.weight"
+            specs.append(TensorSpec(name, (32, 64), torch.float32, served=served))
         specs.append(TensorSpec(f"model.layers.{layer}.input_layernorm.weight", (63,), torch.bfloat16))
         specs.append(TensorSpec(f"model.layers.{layer}.self_attn.o_proj.weight", (64, 32), torch.float32))
     specs += [TensorSpec(f"model.large.{stage}.{number}", (128, 2304), torch.float32) for number in range(num_large)]

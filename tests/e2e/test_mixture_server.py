@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LoraSettings
+from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.weight_sync_trainer import changed, rank_main
+from tests.families import MODULES
 from tests.forked_servers import forked_servers
 from tests.helpers import free_port
-from tests.peft_adapters import MODULES, make_adapter, merged_checkpoint
+from tests.peft_adapters import make_adapter, merged_checkpoint
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e

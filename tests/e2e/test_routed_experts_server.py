@@ -12,7 +12,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group, Prompt, Sample
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
 from megatron_dapo.servers.supervisor import ServerSupervisor

@@ -8,10 +8,10 @@ import psutil
 import torch
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.run import WeightSyncConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.lora_settings import LoraSettings
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.peft_folder import load_adapters

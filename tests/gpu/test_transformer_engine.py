@@ -7,6 +7,7 @@ import pytest
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("transformer_engine") is None:
     pytest.skip("no CUDA GPU with transformer_engine and megatron-core", allow_module_level=True)
 
+from megatron_dapo.huggingface.model_tensors import linear_modules
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.policy import Policy
 from tests import training_checks as checks
@@ -83,7 +84,7 @@ def test_the_grouped_product_of_a_ranks_experts_equals_ours(layout, model_path, 
     lora = "actor_rollout_ref.model.lora_rank=4"
     for targets in ("all-linear", "[o_proj]"):
         beside = [*ITS, lora, f"actor_rollout_ref.model.target_modules={targets}"]
-        one_by_one = targets == "all-linear" and "down_proj" in policy.model.spec.linear_modules
+        one_by_one = targets == "all-linear" and "down_proj" in linear_modules(policy.model.spec)
         assert has_grouped_product(checks.policy_and_mini_batches(layout, model_path, beside)[0]) is not one_by_one
         checks.check_agreement(layout, model_path, beside, ITS, ROUTED_LOG_PROBS)
     checks.check_gradients(layout, model_path, OURS, ITS)

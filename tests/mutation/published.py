@@ -144,8 +144,8 @@ BUGS = (
         "megatron_dapo/models/latent_attention.py",
         "mark(self.weight, sequence_parallel=config.sequence_parallel)",
         "mark(self.weight, sequence_parallel=config.sequence_parallel, tensor_model_parallel=True)",
-        f"{OF_SHARED}[tp2_sp_ep2/latent_small]",
-        "tp1/latent_whole",
+        f"{OF_SHARED}[tp2_sp_ep2/deepseek_v3_small]",
+        "tp1/deepseek_v3_whole",
     ),
     PublishedBug(
         "replicated-norm-counted-tp-times",

@@ -33,7 +33,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
 from tests.fake_rollout import WORDS

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing.torch_dist.loading import OptimizerParamScheduler, restore_schedule
 from megatron_dapo.checkpointing.torch_dist.slices import Region, model_regions, rectangles
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.platform.parallel import ParallelLayout
 from tests.tiny_models import make_tiny

@@ -10,7 +10,7 @@ from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.data.packing import collate
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.kernels.fused_head import HeadLoss
 from megatron_dapo.models import build, context_parallel
 from megatron_dapo.models.build import build_model

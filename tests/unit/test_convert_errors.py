@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints_tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from checkpoints_tools.job import choose_sizes, run, torchrun_variables
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.storage.file_lock import FileLock
 from tests.tiny_models import make_tiny

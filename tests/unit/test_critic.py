@@ -14,7 +14,7 @@ from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.platform.parallel import ParallelLayout

@@ -12,7 +12,7 @@ from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_COD
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit

@@ -17,9 +17,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from megatron_dapo import run_setup
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LoraSettings
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.lora_settings import LoraSettings
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
@@ -39,6 +39,7 @@ from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
+from tests.families import own_layers
 from tests.tiny_models import make_tiny
 
 # after megatron_dapo.models, which prepares megatron.core for this machine
@@ -48,7 +49,7 @@ from megatron.core.transformer.attention import SelfAttention  # isort: skip
 
 pytestmark = pytest.mark.unit
 
-FAMILIES = ("glm4", "gemma3", "deepseek_v3", "gpt_oss")
+FAMILIES = own_layers()
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.checks.run_checks import load_and_validate
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

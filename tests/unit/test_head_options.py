@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.kernels.self_check import Error
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout

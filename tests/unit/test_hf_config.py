@@ -9,19 +9,14 @@ import pytest
 from megatron_dapo.commands.plan.server_time import active_parameters
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.experts import MoEConfig
+from megatron_dapo.huggingface.family import DENSE, Family
 from megatron_dapo.huggingface.latent import LatentAttention
-from megatron_dapo.huggingface.model_spec import (
-    DENSE,
-    FAMILIES,
-    Family,
-    critic_spec,
-    model_spec,
-    read_model_spec,
-)
+from megatron_dapo.huggingface.model_families import FAMILIES
+from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.huggingface.rope import RopeScaling
+from megatron_dapo.huggingface.spec_reader import critic_spec, model_spec, read_model_spec
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.models.rotary import attention_scale
-from megatron_dapo.models.weight_map import WEIGHT_MAPS, hf_tensors
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -461,7 +456,7 @@ def test_what_is_not_supported_of_gemma_3_is_named(change, named):
 def test_what_one_family_takes_or_refuses_holds_for_that_family_alone(monkeypatch):
     """As Mistral: `sliding_window` acts by itself, where Qwen2 reads it with use_sliding_window alone."""
     own = {**DENSE, "sliding_window": lambda value: value is None, "attention_bias": lambda value: True}
-    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Family(qkv_bias=False, qk_norm=False, neutral=own))
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Family(architecture="ToyForCausalLM", server_class="", neutral=own))
 
     def refused(architecture, **fields):
         try:
@@ -495,6 +490,6 @@ def test_the_vocabulary_is_padded_to_equal_shares(tp, padded):
     assert model_spec(json.loads(json.dumps(QWEN2)) | {"vocab_size": 131}).padded_vocab_size(tp) == padded
 
 
-def test_families_weight_maps_and_the_page_of_models_name_the_same_architectures():
+def test_families_and_the_page_of_models_name_the_same_architectures():
     page = (REPOSITORY / "docs" / "models.md").read_text()
-    assert set(re.findall(r"`(\w+ForCausalLM)`", page)) == set(FAMILIES) == set(WEIGHT_MAPS)
+    assert set(re.findall(r"`(\w+ForCausalLM)`", page)) == set(FAMILIES)

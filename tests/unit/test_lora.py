@@ -22,7 +22,8 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.conversation_batches import ConversationDistributor, ConversationDraws
 from megatron_dapo.training.policy import Policy
 from tests.distributed.layout_worker import gathered, trained_source
-from tests.peft_adapters import MODULES, make_adapter, merged_checkpoint, with_adapter
+from tests.families import FAMILIES, MODULES
+from tests.peft_adapters import make_adapter, merged_checkpoint, with_adapter
 from tests.sft_files import conversations, make_chat_model, mean_loss_of, write_rows
 from tests.tiny_models import make_tiny
 
@@ -157,24 +158,14 @@ def in_float64(path: Path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
-@pytest.mark.parametrize(
-    ("family", "num_modules"),
-    [
-        ("qwen3_moe", 2 * (4 + 8 * 3)),
-        ("glm4", 2 * (4 + 2)),
-        ("glm4_moe", 2 * 4 + 3 + (8 + 1) * 3),  # a dense layer, and one with eight experts and a shared one
-        ("deepseek_v3", 2 * 5 + 3 + (8 + 1) * 3),
-        ("gpt_oss", 2 * 4),  # its experts are no modules
-    ],
-)
-def test_adapters_of_other_families_have_the_loss_of_their_product_in_float64(
-    layout, folder, tmp_path, family, num_modules
-):
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.num_adapted])
+def test_adapters_of_other_families_have_the_loss_of_their_product_in_float64(layout, folder, tmp_path, family):
     """Experts' are named as in PEFT files of models whose experts are modules."""
     model = make_tiny(tmp_path / "model", family, layers=2, vocab=67)
     shutil.copy(folder / "model" / "chat_template.jinja", model)
     tensors = make_adapter(tmp_path / "in", model, RANK, ALPHA)
-    assert len(tensors) == 2 * num_modules
+    num_adapted = FAMILIES[family].num_adapted
+    assert num_adapted is not None and len(tensors) == 2 * num_adapted(8)
     paths = [f"actor_rollout_ref.model.path={model}", f"actor_rollout_ref.model.lora_adapter_path={tmp_path / 'in'}"]
     config = config_of(folder, *paths)
     policy = Policy(config, layout)

@@ -10,8 +10,9 @@ from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import actor_is_reference, lora_settings
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
+from megatron_dapo.huggingface.model_tensors import linear_modules
+from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.unit
 MODEL = "actor_rollout_ref.model"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 RANK = f"{MODEL}.lora_rank=16"
-QWEN = model_spec(model_json_named("qwen3-8b")).linear_modules
+QWEN = linear_modules(model_spec(model_json_named("qwen3-8b")))
 
 
 def mistakes(*overrides: str) -> list[str]:
@@ -31,7 +32,7 @@ def mistakes(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     "overrides, named",
     [
-        ([RANK, f"{MODEL}.target_modules=[q_proj, qkv_proj]"], ["target_modules has qkv_proj", "q_proj, q_a_proj"]),
+        ([RANK, f"{MODEL}.target_modules=[q_proj, qkv_proj]"], ["target_modules has qkv_proj", "q_proj, k_proj"]),
         ([RANK, f"{MODEL}.target_modules=linear_qkv"], ["target_modules", "linear_qkv", "all-linear"]),
         (
             [RANK, f"{MODEL}.target_modules=[q_proj, gate_up_proj]"],

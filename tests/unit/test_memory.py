@@ -31,13 +31,17 @@ from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import lora_settings
-from megatron_dapo.huggingface.model_spec import FAMILIES, ModelSpec, model_spec
+from megatron_dapo.huggingface.lora_settings import lora_settings
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import attention_weights, hf_tensors, linear_modules
+from megatron_dapo.huggingface.spec_reader import model_spec
+from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.models.lora import adapter_tensors
-from megatron_dapo.models.weight_map import ROUTER_BIAS, WEIGHT_MAPS, hf_tensors
 from tests.fake_rollout import write_files
+from tests.families import FAMILIES
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
+from tests.tiny_models import tiny_config
 
 pytestmark = pytest.mark.unit
 
@@ -58,24 +62,18 @@ def test_the_parameters_are_as_many_as_the_published_checkpoints_have(sizes, num
     assert 2 * sum(num_parameters(model_spec(sizes), ONE_RANK, stage=0)) == num_bytes
 
 
-@pytest.mark.parametrize("architecture", sorted(WEIGHT_MAPS))
-def test_every_family_has_as_many_parameters_as_its_checkpoint(architecture):
-    sizes = MODEL_JSON | {"architectures": [architecture], "head_dim": 8}
-    sizes |= {"moe_intermediate_size": 64, "num_experts_per_tok": 2} if FAMILIES[architecture].is_moe else {}
-    sizes |= {"num_experts": 8} if FAMILIES[architecture].is_moe else {}
-    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
-    router = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "n_group": 4, "topk_group": 1}
-    sizes |= latent | router | {"num_key_value_heads": 12} if FAMILIES[architecture].is_latent else {}
-    sizes |= {"sliding_window": None} if architecture == "MistralForCausalLM" else {}
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    sizes |= {"rope_parameters": yarn} if FAMILIES[architecture].is_gpt_oss else {}
-    spec = model_spec(sizes)
-    shapes = hf_tensors(spec)
-    expected = sum(math.prod(shapes[name]) for name in shapes if not name.endswith(ROUTER_BIAS))  # it is not trained
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_as_many_parameters_as_in_transformers(family):
+    config = tiny_config(family)
+    with torch.device("meta"):
+        expected = sum(parameter.numel() for parameter in FAMILIES[family].model(config).parameters())
+    spec = model_spec(json.loads(config.to_json_string()) | {"architectures": [FAMILIES[family].model.__name__]})
     assert sum(num_parameters(spec, ONE_RANK, stage=0)) == expected
+    trained = {name: shape for name, shape in hf_tensors(spec).items() if not name.endswith(ROUTER_BIAS)}
+    assert sum(map(math.prod, trained.values())) == expected
     lora = lora_settings(load_config(None, ["actor_rollout_ref.model.lora_rank=3"]))
     adapters = adapter_tensors(spec, lora)
-    assert {name.split(".")[-3] for name in adapters} == set(spec.linear_modules)
+    assert {name.split(".")[-3] for name in adapters} == set(linear_modules(spec))
     assert sum(num_trained_parameters(spec, ONE_RANK, 0, lora)) == sum(map(math.prod, adapters.values()))
 
 
@@ -309,7 +307,7 @@ def test_a_latent_attention_is_counted_by_hand():
     spec = model_spec(DEEPSEEK_V3)
     whole = 7168 * (1536 + 512 + 64) + 1536 + 512
     cut = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
-    assert spec.num_attention_weights == whole - 1536 - 512 + cut
+    assert attention_weights(spec) == whole - 1536 - 512 + cut
     one, eight = (num_parameters(spec, ParallelSizes(tp=tp, pp=61, vpp=None, world=61 * tp), 1)[0] for tp in (1, 8))
     mlp = 3 * 7168 * 18432
     assert (one, eight) == (whole + cut + mlp + 2 * 7168, whole + (cut + mlp) // 8 + 2 * 7168)

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.arithmetic import mixture
 from examples.arithmetic.problems import BASE
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 
 pytestmark = pytest.mark.unit
 

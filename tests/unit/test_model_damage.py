@@ -7,7 +7,8 @@ import pytest
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.model_spec import FAMILIES, read_critic_spec, read_model_spec, read_vocab_size
+from megatron_dapo.huggingface.model_families import FAMILIES
+from megatron_dapo.huggingface.spec_reader import read_critic_spec, read_model_spec, read_vocab_size
 from tests.bounded_process import run_bounded
 from tests.model_json import MODEL_JSON
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.layers import PackedAttention, angles_of
 from megatron_dapo.models.rotary import Rotary, positions, rotary_frequencies
 from megatron_dapo.models.segments import segments_by_length

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_dapo.checks.flops import attention_flops, forward_flops, training_flops
 from megatron_dapo.checks.hardware import peak_flops
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LINEAR_MODULES, LoraSettings
-from megatron_dapo.huggingface.model_spec import model_spec, read_model_spec
+from megatron_dapo.huggingface.lora_settings import LINEAR_MODULES, LoraSettings
+from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
 from megatron_dapo.huggingface.windows import Windows
 from megatron_dapo.job import Job
 from megatron_dapo.telemetry import performance

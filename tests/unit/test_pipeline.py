@@ -24,7 +24,7 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.build import megatron_layout
 from tests.unit.test_plan_time import HALF, SLOW, SMALL, THREE_TOKENS
 

@@ -23,7 +23,7 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit
 

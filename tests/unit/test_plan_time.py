@@ -30,10 +30,10 @@ from megatron_dapo.commands.plan.training_time import (
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.config.lora_settings import LINEAR_MODULES, LoraSettings
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.lora_settings import LINEAR_MODULES, LoraSettings
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.huggingface.windows import Windows
 
 pytestmark = pytest.mark.unit

@@ -30,7 +30,7 @@ from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rollout.build_rollout import load_prompts
 from tests.fake_rollout import write_files

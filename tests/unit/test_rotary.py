@@ -10,7 +10,8 @@ from transformers import Glm4Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from tests.model_json import MODEL_JSON
 

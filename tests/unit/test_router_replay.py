@@ -14,7 +14,7 @@ from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.huggingface.experts import MoEConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import router_replay as replay
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.context_parallel import rank_places

@@ -9,9 +9,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.models.file_plan import FilePlan
 from megatron_dapo.models.safetensors_files import FileWriter, SafetensorsFolder, StoredFile, TensorSpec, file_order
-from megatron_dapo.models.weight_map import FUSED_GATE_UP, hf_tensors
+from megatron_dapo.models.weight_map import SAME, Entry
 
 pytestmark = pytest.mark.unit
 
@@ -59,13 +60,15 @@ def test_slices_are_those_of_the_tensor(tmp_path, name, dim, size):
 
 
 def test_a_slice_of_several_tensors_in_one_is_that_of_each(tmp_path):
-    """As gate and up of GLM-4; and all slices are the whole tensor again."""
-    gate, up = torch.arange(8).view(4, 2).float(), torch.arange(8, 16).view(4, 2).float()
-    save_file({"gate_up": torch.cat([gate, up])}, tmp_path / "model.safetensors")
+    """As gate and up of GLM-4, or tensors of other heights; and all slices are the whole tensor again."""
+    blocks = (8, 4, 2)
+    whole = torch.arange(28).view(14, 2).float()
+    save_file({"qkv": whole}, tmp_path / "model.safetensors")
     folder = SafetensorsFolder(tmp_path)
-    slices = [folder.read("gate_up", 0, rank, 2, None, 2) for rank in range(2)]
-    assert torch.equal(slices[1], torch.cat([gate[2:], up[2:]]))
-    assert torch.equal(FUSED_GATE_UP.whole(slices), torch.cat([gate, up]))
+    slices = [folder.read("qkv", 0, rank, 2, None, blocks) for rank in range(2)]
+    assert torch.equal(slices[1], whole[[4, 5, 6, 7, 10, 11, 13]])
+    entry = Entry(torch.nn.Parameter(slices[0]), ("qkv",), SAME, 0, (blocks,))
+    assert torch.equal(entry.whole(0, slices), whole)
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -154,7 +157,7 @@ def spec(**changes) -> ModelSpec:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_the_tensors_of_a_model_are_those_that_transformers_saves(tmp_path, family, tied):
-    from megatron_dapo.huggingface.model_spec import read_model_spec
+    from megatron_dapo.huggingface.spec_reader import read_model_spec
     from tests.tiny_models import make_tiny
 
     path = make_tiny(tmp_path, family, tied=tied, layers=2, vocab=67)

@@ -16,7 +16,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import RolloutError
 from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, token_array
-from megatron_dapo.huggingface.model_spec import read_vocab_size
+from megatron_dapo.huggingface.spec_reader import read_vocab_size
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller

@@ -14,7 +14,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import tokens_multiple
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
-from megatron_dapo.huggingface.model_spec import ModelSpec, read_model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
@@ -25,6 +26,7 @@ from megatron_dapo.training import in_use as in_use_module
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.optimizer import make_training_state
+from tests.families import FAMILIES
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -149,7 +151,7 @@ def as_named_by_transformer_engine(name: str, spec: ModelSpec) -> str:
     return name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "gemma3", "qwen3_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
     spec = read_model_spec(make_tiny(tmp_path, family, layers=2, hidden=16, heads=2))
     (chunk,) = build_model(spec, layout, MegatronConfig()).chunks

@@ -11,7 +11,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import longest_micro_batch_sample, tokens_multiple
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
-from megatron_dapo.huggingface.model_spec import read_model_spec
+from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.user_buffers import make_user_buffers, release_user_buffers

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.common.sizes import MIB
+from megatron_dapo.huggingface.model_tensors import ServedTensor, served_tensors
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.weight_sync.broadcast_group import address_towards
 from megatron_dapo.weight_sync.buckets import num_bytes, plan_buckets, plan_for
@@ -19,6 +21,7 @@ from megatron_dapo.weight_sync.checksum import (
     server_parameters,
     server_tensor,
 )
+from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
 
@@ -123,13 +126,33 @@ def layer(heads: int, kv_heads: int, width: int = 6, ffn: int = 16) -> dict[str,
     return {f"model.layers.0.{module}.weight": torch.randn(shape) for module, shape in shapes.items()}
 
 
-def as_specs(tensors: dict[str, torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+SMALL = MODEL_JSON | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+GLM4 = SMALL | {"architectures": ["Glm4ForCausalLM"], "intermediate_size": 4}
+EXPERTS = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+QWEN3_MOE = SMALL | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]}
+GLM4_MOE = SMALL | EXPERTS | {"architectures": ["Glm4MoeForCausalLM"]}
+DEEPSEEK = QWEN3_MOE | {
+    "architectures": ["DeepseekV3ForCausalLM"], "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "q_lora_rank": 3,
+    "kv_lora_rank": 4, "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GPT_OSS = SMALL | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+GPT_OSS |= {"rope_parameters": YARN, "intermediate_size": 4}
 
 
-def held(tensors: dict[str, torch.Tensor], name: str, rank: int, size: int, kv: int | None = None) -> torch.Tensor:
-    parts = server_parameters(as_specs(tensors))[name]
-    return server_tensor(parts, [tensors[part.name] for part in parts], rank, size, kv)
+def as_specs(tensors: dict[str, torch.Tensor], model: dict | None = None) -> list[TensorSpec]:
+    """As a trainer of this model sends them."""
+    served = served_tensors(model_spec(model or SMALL))
+    assert tensors.keys() <= served.keys()
+    return [
+        TensorSpec(name, tuple(tensor.shape), tensor.dtype, served=served[name]) for name, tensor in tensors.items()
+    ]
+
+
+def held(tensors: dict[str, torch.Tensor], name: str, rank: int, size: int, model: dict | None = None) -> torch.Tensor:
+    parts = server_parameters(as_specs(tensors, model))[name]
+    return server_tensor(parts, [tensors[part.name] for part in parts], rank, size)
 
 
 def test_fused_parameters_are_stacked_in_the_servers_order_for_any_input_order():
@@ -163,8 +186,17 @@ def test_server_ranks_hold_slices_that_make_up_the_whole():
 def test_gate_and_up_that_come_in_one_tensor_are_cut_each():
     """As those of GLM-4."""
     name, whole = "model.layers.0.mlp.gate_up_proj.weight", torch.randn(8, 3)
-    assert torch.equal(held({name: whole}, name, 1, 2), whole[[2, 3, 6, 7]])
-    assert torch.equal(held({name: whole}, name, 0, 1), whole)
+    assert torch.equal(held({name: whole}, name, 1, 2, GLM4), whole[[2, 3, 6, 7]])
+    assert torch.equal(held({name: whole}, name, 0, 1, GLM4), whole)
+
+
+def test_tensors_of_other_heights_that_come_in_one_are_cut_each_and_few_heads_are_repeated():
+    """Four heads of queries, one of keys and one of values, of two rows each."""
+    whole = torch.randn(12, 3)
+    served = ServedTensor("qkv", cut=0, blocks=(8, 2, 2), unit=2)
+    spec = TensorSpec("qkv", (12, 3), whole.dtype, served=served)
+    for size, rank, rows in ((2, 1, [4, 5, 6, 7, 8, 9, 10, 11]), (4, 1, [2, 3, 8, 9, 10, 11])):
+        assert torch.equal(server_tensor([spec], [whole], rank, size), whole[rows])
 
 
 def test_a_vocabulary_may_lie_whole_on_every_rank_of_a_server():
@@ -180,15 +212,15 @@ def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
     shapes = {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}
     tensors = {f"{p}{e}.{m}.weight": torch.randn(shape) for e in order for m, shape in shapes.items()}
     tensors["model.layers.0.mlp.gate.weight"] = torch.randn(12, 6)
-    names = set(server_parameters(as_specs(tensors)))
+    names = set(server_parameters(as_specs(tensors, QWEN3_MOE)))
     assert names == {f"{p}w13_weight", f"{p}w2_weight", "model.layers.0.mlp.gate.weight"}
     gate, up, down = (
         torch.stack([tensors[f"{p}{e}.{m}_proj.weight"] for e in range(12)]) for m in ("gate", "up", "down")
     )
     for rank, rows in ((0, slice(0, 4)), (1, slice(4, 8))):
         w13, w2 = torch.cat([gate[:, rows], up[:, rows]], dim=1), down[:, :, rows]
-        assert checksum(held(tensors, f"{p}w13_weight", rank, 2)) == checksum(w13)
-        assert checksum(held(tensors, f"{p}w2_weight", rank, 2)) == checksum(w2)
+        assert checksum(held(tensors, f"{p}w13_weight", rank, 2, QWEN3_MOE)) == checksum(w13)
+        assert checksum(held(tensors, f"{p}w2_weight", rank, 2, QWEN3_MOE)) == checksum(w2)
 
 
 def test_shared_experts_are_stacked_as_an_mlp_is_and_a_router_with_a_bias_is_in_float32():
@@ -200,12 +232,12 @@ def test_shared_experts_are_stacked_as_an_mlp_is_and_a_router_with_a_bias_is_in_
     tensors[f"{p}gate.weight"] = torch.randn(12, 6).bfloat16()
     tensors[f"{p}gate.e_score_correction_bias"] = torch.randn(12)
     gate, up = (tensors[f"{p}shared_experts.{m}.weight"] for m in ("gate_proj", "up_proj"))
-    stacked = held(tensors, f"{p}shared_experts.gate_up_proj.weight", 1, 2)
+    stacked = held(tensors, f"{p}shared_experts.gate_up_proj.weight", 1, 2, GLM4_MOE)
     assert torch.equal(stacked, torch.cat([gate[4:], up[4:]]))
-    assert torch.equal(held(tensors, f"{p}gate.weight", 1, 2), tensors[f"{p}gate.weight"].float())
-    assert held(tensors, f"{p}gate.weight", 1, 2).dtype == torch.float32
+    assert torch.equal(held(tensors, f"{p}gate.weight", 1, 2, GLM4_MOE), tensors[f"{p}gate.weight"].float())
+    assert held(tensors, f"{p}gate.weight", 1, 2, GLM4_MOE).dtype == torch.float32
     assert torch.equal(
-        held(tensors, f"{p}gate.e_score_correction_bias", 1, 2), tensors[f"{p}gate.e_score_correction_bias"]
+        held(tensors, f"{p}gate.e_score_correction_bias", 1, 2, GLM4_MOE), tensors[f"{p}gate.e_score_correction_bias"]
     )
 
 
@@ -215,18 +247,19 @@ def test_a_latent_attention_has_its_first_products_in_one_and_the_others_cut_by_
     shapes |= {"kv_b_proj": (12, 4), "o_proj": (6, 8)}
     tensors = {f"{p}{module}.weight": torch.randn(shape) for module, shape in shapes.items()}
     down = torch.cat([tensors[f"{p}q_a_proj.weight"], tensors[f"{p}kv_a_proj_with_mqa.weight"]])
-    assert torch.equal(held(tensors, f"{p}fused_qkv_a_proj_with_mqa.weight", 1, 2), down)
+    assert torch.equal(held(tensors, f"{p}fused_qkv_a_proj_with_mqa.weight", 1, 2, DEEPSEEK), down)
     for module, part in (("q_b_proj", slice(4, 8)), ("kv_b_proj", slice(6, 12))):
-        assert torch.equal(held(tensors, f"{p}{module}.weight", 1, 2), tensors[f"{p}{module}.weight"][part])
+        assert torch.equal(held(tensors, f"{p}{module}.weight", 1, 2, DEEPSEEK), tensors[f"{p}{module}.weight"][part])
     gate = {"model.layers.1.mlp.gate.weight": torch.randn(12, 6).bfloat16()}
     bias = {"model.layers.1.mlp.gate.e_score_correction_bias": torch.randn(12)}
-    assert held(tensors | gate | bias, "model.layers.1.mlp.gate.weight", 0, 1).dtype == torch.bfloat16
+    assert held(tensors | gate | bias, "model.layers.1.mlp.gate.weight", 0, 1, DEEPSEEK).dtype == torch.bfloat16
     whole_queries = {f"{p}q_proj.weight": torch.randn(8, 6)} | {
         name: tensor for name, tensor in tensors.items() if "q_" not in name.removeprefix(p)
     }
-    assert torch.equal(held(whole_queries, f"{p}q_proj.weight", 1, 2), whole_queries[f"{p}q_proj.weight"][4:])
+    model = DEEPSEEK | {"q_lora_rank": None}
+    assert torch.equal(held(whole_queries, f"{p}q_proj.weight", 1, 2, model), whole_queries[f"{p}q_proj.weight"][4:])
     keys = f"{p}kv_a_proj_with_mqa.weight"
-    assert torch.equal(held(whole_queries, keys, 1, 2), tensors[keys])
+    assert torch.equal(held(whole_queries, keys, 1, 2, model), tensors[keys])
 
 
 def test_experts_that_come_in_one_tensor_are_transposed_and_cut_and_their_biases_are_in_float32():
@@ -235,7 +268,7 @@ def test_experts_that_come_in_one_tensor_are_transposed_and_cut_and_their_biases
     shapes = {"gate_up_proj": (3, 5, 8), "gate_up_proj_bias": (3, 8), "down_proj": (3, 4, 5), "down_proj_bias": (3, 5)}
     tensors = {f"{p}{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
     names = {"w13_weight", "w13_weight_bias", "w2_weight", "w2_weight_bias"}
-    assert set(server_parameters(as_specs(tensors))) == {f"{p}{name}" for name in names}
+    assert set(server_parameters(as_specs(tensors, GPT_OSS))) == {f"{p}{name}" for name in names}
     gate_up, gate_up_bias, down, down_bias = tensors.values()
     for rank, outs, ins in ((0, slice(0, 4), slice(0, 2)), (1, slice(4, 8), slice(2, 4))):
         expected = {
@@ -245,13 +278,13 @@ def test_experts_that_come_in_one_tensor_are_transposed_and_cut_and_their_biases
             "w2_weight_bias": down_bias.float() if rank == 0 else torch.zeros(3, 5),
         }
         for name, tensor in expected.items():
-            assert checksum(held(tensors, f"{p}{name}", rank, 2)) == checksum(tensor), name
-    assert torch.equal(held(tensors, f"{p}w13_weight", 0, 1), gate_up.mT)
+            assert checksum(held(tensors, f"{p}{name}", rank, 2, GPT_OSS)) == checksum(tensor), name
+    assert torch.equal(held(tensors, f"{p}w13_weight", 0, 1, GPT_OSS), gate_up.mT)
 
 
 def test_attention_sinks_are_cut_by_heads_and_in_bfloat16_or_float32():
     name, sinks = "model.layers.0.self_attn.sinks", torch.randn(4)
-    (parts,) = server_parameters(as_specs({name: sinks})).values()
+    (parts,) = server_parameters(as_specs({name: sinks}, GPT_OSS)).values()
     rounded, kept = accepted_tensors(parts, [sinks], 1, 2)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, sinks[2:].bfloat16())
     assert kept.dtype == torch.float32 and torch.equal(kept, sinks[2:])
@@ -261,7 +294,7 @@ def test_more_server_ranks_than_key_value_heads_share_them():
     tensors = layer(heads=4, kv_heads=2)
     k = tensors["model.layers.0.self_attn.k_proj.weight"]
     for rank, rows in ((0, k[:4]), (1, k[:4]), (2, k[4:]), (3, k[4:])):
-        assert torch.equal(held(tensors, "model.layers.0.self_attn.qkv_proj.weight", rank, 4, kv=2)[4:8], rows)
+        assert torch.equal(held(tensors, "model.layers.0.self_attn.qkv_proj.weight", rank, 4)[4:8], rows)
 
 
 @pytest.mark.parametrize(("vocab", "tp", "rows"), [(64, 1, 64), (65, 1, 128), (65, 2, 64), (65, 3, 64), (100, 3, 64)])

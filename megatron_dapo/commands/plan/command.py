@@ -28,7 +28,8 @@ from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 HAND_OVER_US = HAND_OVER_S * 1e6
 STALENESS = (0, 1, 2)

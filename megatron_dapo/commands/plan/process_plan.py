@@ -35,9 +35,9 @@ from megatron_dapo.config.derived import (
     uses_servers,
 )
 from megatron_dapo.config.keys import show_text
-from megatron_dapo.config.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import RewardConfig
+from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.run_folder import RunFolder
 

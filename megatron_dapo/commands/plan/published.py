@@ -17,7 +17,7 @@ from megatron_dapo.commands.plan.step_time import MEASURED_STEPS, PhaseTimes, st
 from megatron_dapo.commands.plan.training_time import Efficiency, TrainerLayout, TrainingWork, training_time
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.huggingface.model_spec import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 NEMO_05 = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html"
 NEMO_06 = "docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"

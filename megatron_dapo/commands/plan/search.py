@@ -25,7 +25,8 @@ from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.huggingface.model_spec import ModelSpec, model_spec
+from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 NUM_SHOWN = 10
 SIZES = (1, 2, 4, 8)

@@ -30,9 +30,9 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     samples_per_rollout_step,
 )
-from megatron_dapo.config.lora_settings import LoraSettings, lora_settings
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.huggingface.lora_settings import LoraSettings, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 NUM_QUANTILES = 400  # lengths that stand for all: the mean of their squares is right to 1 %

@@ -4,31 +4,18 @@ SGLang imports all of its two hundred models otherwise, image and speech models 
 that lacks a package. It still does so for an architecture that is not in this list.
 """
 
-from sglang.srt.models.gemma3_causal import Gemma3ForCausalLM
-from sglang.srt.models.glm4 import Glm4ForCausalLM
-from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
-from sglang.srt.models.llama import LlamaForCausalLM
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from importlib import import_module
+from typing import Any
 
-from megatron_dapo.servers.served_deepseek import DeepseekV3ForCausalLM
-from megatron_dapo.servers.served_gpt_oss import GptOssForCausalLM
+from megatron_dapo.huggingface.family import Family
+from megatron_dapo.huggingface.model_families import FAMILIES
 
 
-class MistralForCausalLM(LlamaForCausalLM):
-    """As in SGLang, whose module of it imports models of images too."""
+def _served(family: Family) -> Any:
+    """Return the class that serves a family, under the name of its architecture, by which SGLang finds it."""
+    module, _, name = family.server_class.partition(":")
+    served = getattr(import_module(module), name)
+    return served if name == family.architecture else type(family.architecture, (served,), {})
 
 
-EntryClass = [
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Glm4ForCausalLM,
-    Glm4MoeForCausalLM,
-    GptOssForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-]
+EntryClass = [_served(family) for family in FAMILIES.values()]

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.huggingface.model_families import FAMILIES
 
 ALL_LINEAR = "all-linear"
-LINEAR_MODULES = (
-    "q_proj", "q_a_proj", "q_b_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
-    "gate_proj", "up_proj", "gate_up_proj", "down_proj",
-)  # fmt: skip
-"""What `all-linear` stands for, as far as a family has it: the linear modules of a layer by their Hugging Face names,
-in the layer's order."""
+LINEAR_MODULES = tuple(
+    dict.fromkeys(name for family in FAMILIES.values() for row in family.rows for name in row.modules)
+)
+"""What `all-linear` stands for, as far as a family has it: a layer's linear modules by their Hugging Face names."""
 
 
 @dataclass(frozen=True)

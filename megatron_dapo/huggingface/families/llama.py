@@ -1,0 +1,9 @@
+"""Llama 3, the plain decoder."""
+
+from megatron_dapo.huggingface.family import DENSE, Family
+
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    server_class="sglang.srt.models.llama:LlamaForCausalLM",
+    neutral=DENSE,
+)

@@ -1,0 +1,10 @@
+"""Qwen2 and Qwen2.5."""
+
+from megatron_dapo.huggingface.family import DENSE, Family
+
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    server_class="sglang.srt.models.qwen2:Qwen2ForCausalLM",
+    neutral=DENSE,
+    qkv_bias=True,
+)

@@ -1,0 +1,12 @@
+"""Qwen3-MoE."""
+
+from megatron_dapo.huggingface.family import MIXTURE, Family
+
+FAMILY = Family(
+    architecture="Qwen3MoeForCausalLM",
+    server_class="sglang.srt.models.qwen3_moe:Qwen3MoeForCausalLM",
+    neutral=MIXTURE,
+    qk_norm=True,
+    ffn_key="moe_intermediate_size",
+    is_moe=True,
+)

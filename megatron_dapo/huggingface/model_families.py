@@ -1,0 +1,19 @@
+"""The families that can be trained."""
+
+from megatron_dapo.huggingface.families import (
+    deepseek_v3,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from megatron_dapo.huggingface.family import Family
+
+_MODULES = (qwen2, qwen3, llama, mistral, glm4, gemma3, qwen3_moe, glm4_moe, deepseek_v3, gpt_oss)
+FAMILIES: dict[str, Family] = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
+"""Architecture -> family."""

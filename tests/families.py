@@ -1,0 +1,303 @@
+"""The families that tests run over: one row each. Tests of parity, conversion, layouts, adapters and servers derive
+their lists from these rows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+Options = dict[str, Any]
+"""Keyword arguments of `make_tiny`."""
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a tiny checkpoint that fields of its config.json follow from."""
+
+    hidden: int
+    heads: int
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family in tests: how its tiny checkpoint is made, and what is known of it without the program."""
+
+    config: type
+    """Class of the configuration in transformers."""
+
+    model: type
+    """Class of the model in transformers. Its name is the architecture."""
+
+    num_served: int
+    """Parameters of a server of two layers, which has q, k and v in one, gate and up in one, and all experts in two."""
+
+    fields: Callable[[Shape], dict] = lambda shape: {}
+    """Fields of config.json besides those of all families; None = the field is left out."""
+
+    rope: dict | None = None
+    """The block rope_parameters, where a test gives no other."""
+
+    is_mixture: bool = False
+    """Whether layers have experts."""
+
+    has_own_layers: bool = False
+    """Whether layers differ from those of other families, so that tests of layouts and rounding run over them."""
+
+    cuts_experts: bool = True
+    """Whether expert tensor parallelism is supported."""
+
+    norm_mean: float = 1.0
+    """Mean of the random weights of norms."""
+
+    modules: tuple[str, ...] = (*ATTENTION, *MLP)
+    """Last names of the linear modules of a layer."""
+
+    num_adapted: Callable[[int], int] | None = None
+    """Number of experts -> modules with an adapter in two layers; None = 7 in each."""
+
+    parity: dict[str, Options] = field(default_factory=dict)
+    """Name -> checkpoint whose log-probs are compared with those of transformers; {} = one under the family's name."""
+
+    converted: dict[str, Options] = field(default_factory=dict)
+    """Name -> checkpoint that is converted and converted back; {} = one under the family's name. bf16 in a name is its
+    type, files stands for several files."""
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# With 16 dimensions a head and original_max_position_embeddings 64 some pairs are kept, some divided, some in between.
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA3_ROPE = {  # two kinds of rotary settings
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+SHORT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+def _mixture(shape: Shape, num_experts_key: str = "num_experts") -> dict:
+    return {
+        num_experts_key: shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.hidden // 2,
+        "norm_topk_prob": shape.norm_topk_prob,
+    }
+
+
+def _deepseek(shape: Shape) -> dict:
+    """Heads have other widths than hidden_size / heads: 16 + 8 of queries and keys, 12 of values."""
+    latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+    groups = dict(n_group=2, topk_group=shape.experts_per_token // 2, first_k_dense_replace=1)
+    # what DeepSeek's own code and SGLang read, and transformers does not
+    router = dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
+    heads = dict(num_key_value_heads=shape.heads, head_dim=None)
+    return _mixture(shape, "n_routed_experts") | latent | groups | router | heads
+
+
+def _gpt_oss(shape: Shape) -> dict:
+    """Some products of each expert lie beyond the limit."""
+    experts = dict(num_local_experts=shape.num_experts, num_experts_per_tok=shape.experts_per_token)
+    return experts | dict(intermediate_size=shape.hidden // 2, sliding_window=8, swiglu_limit=1.0)
+
+
+FAMILIES: dict[str, TinyFamily] = {
+    "qwen2": TinyFamily(
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        num_served=2 * (2 + 1 + 2 + 2) + 3,
+        parity={"qwen2": {}, "qwen2_tied": dict(tied=True)},
+        converted={"qwen2_bf16_files": {}, "qwen2_tied_files": dict(tied=True)},
+    ),
+    "qwen3": TinyFamily(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        num_served=2 * (1 + 2 + 1 + 2 + 2) + 3,
+        parity={"qwen3": dict(vocab=128), "qwen3_tied": dict(tied=True)},
+        converted={"qwen3_bf16": {}, "qwen3_tied_bf16_files": dict(tied=True)},
+    ),
+    "llama": TinyFamily(
+        LlamaConfig,
+        LlamaForCausalLM,
+        num_served=2 * (1 + 1 + 2 + 2) + 3,
+        parity={"llama": {}, "llama_tied": dict(vocab=128, tied=True), "llama3_rope": dict(rope=LLAMA3_ROPE)},
+        converted={
+            "llama_files": dict(layers=5),  # two stages have 3 and 2
+            "llama_tied_bf16": dict(vocab=128, tied=True),
+        },
+    ),
+    "mistral": TinyFamily(
+        MistralConfig,
+        MistralForCausalLM,
+        num_served=2 * (1 + 1 + 2 + 2) + 3,
+        fields=lambda shape: dict(sliding_window=None),
+        parity={"mistral_yarn": dict(rope=YARN_ROPE)},
+    ),
+    "glm4": TinyFamily(
+        Glm4Config,
+        Glm4ForCausalLM,
+        num_served=2 * (2 + 1 + 2 + 4) + 3,
+        has_own_layers=True,
+        modules=(*ATTENTION, "gate_up_proj", "down_proj"),
+        num_adapted=lambda num_experts: 2 * (4 + 2),
+        converted={"glm4_bf16_files": {}},
+    ),
+    "gemma3": TinyFamily(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        num_served=2 * (1 + 2 + 1 + 2 + 4) + 2,
+        # every other layer sees 8 tokens; products are not divided by the root of head_dim; tied, as all checkpoints
+        fields=lambda shape: dict(
+            sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=shape.hidden, tie_word_embeddings=True
+        ),
+        rope=GEMMA3_ROPE,
+        has_own_layers=True,
+        norm_mean=0.0,  # norms multiply by 1 + weight
+        converted={"gemma3_bf16": {}},
+    ),
+    "qwen3_moe": TinyFamily(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        # q, k and v in one, their norms, o, two norms, the router, two of all experts
+        num_served=2 * (1 + 2 + 1 + 2 + 1 + 2) + 3,
+        fields=_mixture,
+        is_mixture=True,
+        num_adapted=lambda num_experts: 2 * (4 + 3 * num_experts),
+        parity={"qwen3_moe": {}, "qwen3_moe_tied": dict(tied=True, norm_topk_prob=False, experts_per_token=3)},
+        converted={"qwen3_moe_bf16_files": {}, "qwen3_moe_tied": dict(tied=True, num_experts=6, layers=3)},
+    ),
+    "glm4_moe": TinyFamily(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        # a dense layer; one with a router, its bias, and two each of all experts and of the shared one
+        num_served=(2 + 1 + 2 + 2) + (2 + 1 + 2 + 2 + 2 + 2) + 3,
+        fields=lambda shape: _mixture(shape, "n_routed_experts") | dict(routed_scaling_factor=1.5, attention_bias=True),
+        is_mixture=True,
+        num_adapted=lambda num_experts: 2 * 4 + 3 + 3 * (num_experts + 1),
+        # norms of query and key, groups of experts, two shared experts, two dense layers, more of a head rotated
+        parity={
+            "glm4_moe": {},
+            "glm4_moe_groups": dict(
+                tied=True,
+                experts_per_token=4,
+                more=dict(
+                    use_qk_norm=True,
+                    attention_bias=False,
+                    n_group=4,
+                    topk_group=2,
+                    n_shared_experts=2,
+                    first_k_dense_replace=2,
+                    partial_rotary_factor=0.75,
+                ),
+            ),
+        },
+        converted={"glm4_moe_bf16_files": {}},
+    ),
+    "deepseek_v3": TinyFamily(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        # attention: both vectors and keys in one, two norms, two products of the vectors, o
+        num_served=(1 + 2 + 2 + 1 + 2 + 2) + (1 + 2 + 2 + 1 + 2 + 2 + 2 + 2) + 3,
+        fields=_deepseek,
+        rope=SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        is_mixture=True,
+        has_own_layers=True,
+        modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP),
+        num_adapted=lambda num_experts: 2 * 5 + 3 + 3 * (num_experts + 1),
+        # queries of the hidden states, pairs of one of each half, frequencies that are not scaled, two of four groups
+        parity={
+            "deepseek_v3": {},
+            "deepseek_v3_whole_queries": dict(
+                tied=True,
+                experts_per_token=4,
+                rope={"rope_type": "default", "rope_theta": 10000.0},
+                more=dict(q_lora_rank=None, rope_interleave=False, n_group=4, first_k_dense_replace=2),
+            ),
+        },
+        converted={"deepseek_v3_bf16_files": {}},
+    ),
+    "gpt_oss": TinyFamily(
+        GptOssConfig,
+        GptOssForCausalLM,
+        # qkv, o and the router with biases, sinks, two norms, two of all experts with biases
+        num_served=2 * (2 + 2 + 2 + 1 + 2 + 4) + 3,
+        fields=_gpt_oss,
+        rope=SHORT_YARN | {"truncate": False},
+        is_mixture=True,
+        has_own_layers=True,
+        cuts_experts=False,
+        modules=ATTENTION,  # experts are no modules
+        num_adapted=lambda num_experts: 2 * 4,
+        converted={"gpt_oss_bf16_files": {}},
+    ),
+}
+
+MODULES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in family.modules))
+
+
+def parity_models(*, is_mixture: bool) -> dict[str, Options]:
+    """Return the checkpoints of dense families, or of mixtures, that are compared with transformers. The vocabulary is
+    odd, so that it is padded under tensor parallelism."""
+    return {
+        name: {"family": family, "vocab": 131, **options}
+        for family, row in FAMILIES.items()
+        if row.is_mixture == is_mixture
+        for name, options in (row.parity or {family: {}}).items()
+    }
+
+
+def converted_models() -> dict[str, Options]:
+    """Return the checkpoints that are converted and converted back, with an odd vocabulary."""
+    return {
+        name: {"family": family, "vocab": 131, **options}
+        for family, row in FAMILIES.items()
+        for name, options in (row.converted or {family: {}}).items()
+    }
+
+
+def own_layers(*, is_mixture: bool | None = None) -> tuple[str, ...]:
+    """Return the families whose layers differ from those of others; is_mixture: only mixtures, or only dense ones."""
+    return tuple(
+        name
+        for name, row in FAMILIES.items()
+        if row.has_own_layers and (is_mixture is None or row.is_mixture == is_mixture)
+    )
