@@ -100,6 +100,14 @@ def test_every_file_that_is_named_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_test_on_a_page_exists(page):
+    known = {path.stem for path in (ROOT / "tests").rglob("test_*.py")} | {"test_freq"}  # a config key
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        known |= definitions(path)
+    assert not set(re.findall(r"\btest_\w+", text_of(page))) - known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_function_that_is_named_with_its_file_exists(page):
     """As in `megatron_dapo/trainer.py: train`, with several names after one file separated by commas."""
     missing = []
