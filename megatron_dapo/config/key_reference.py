@@ -22,6 +22,10 @@ A config is a YAML file plus `key=value` overrides on the command line:
     python -m megatron_dapo train --config FILE trainer.seed=2 "data.train_files=[a.jsonl, b.jsonl]"
 
 `--config-name NAME` in place of `--config FILE` takes `configs/NAME.yaml`.
+A file may begin with `extends: OTHER.yaml`, a path relative to the file: it then holds only the keys that differ from
+OTHER.yaml, which extends nothing itself. A list, and a mapping such as `reward.kwargs`, takes the place of the other
+file's as a whole. The config that a run saves has all keys.
+
 Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a word); a key that takes text takes it as
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.

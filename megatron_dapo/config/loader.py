@@ -1,4 +1,8 @@
-"""YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together."""
+"""YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together.
+
+A file may say `extends: base.yaml`, a path relative to itself. Its keys then win over those of that file, which may not
+extend another: a reader opens two files at most.
+"""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -9,11 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
+from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show, show_text
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
 
+EXTENDS = "extends"
 NEAREST_CUTOFF = 0.6
 MAX_BYTES = 10**6
 MAX_UNKNOWN = 20  # the nearest known key is looked for so often: each takes some milliseconds
@@ -68,7 +73,7 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Readi
     """Read as `load_config` does, but return the mistakes with what is sound, so that further checks can go on."""
     collected = _Collected()
     if path is not None:
-        _collect(_read_file(Path(path), collected.mistakes), "", str(path), collected, once=True)
+        _collect_file(Path(path), collected)
     of_file = dict(collected.settings)
     for override in overrides:
         _apply_override(override, collected)
@@ -110,7 +115,32 @@ def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read_file(path: Path, mistakes: list[Mistake]) -> dict[str, Any]:
+def _collect_file(path: Path, collected: _Collected) -> None:
+    """Collect the settings of a file, on top of those of the file that it extends."""
+    tree = _read_file(path, f"Config file {path}", collected.mistakes)
+    if EXTENDS in tree:
+        _collect_base(path, tree.pop(EXTENDS), collected)
+    _collect(tree, "", str(path), collected, once=True)
+
+
+def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
+    """Collect the settings of the file that `path` extends by this value."""
+    subject = f"{EXTENDS} is {show_text(value)} ({path}), but"
+    if not isinstance(value, str):
+        text = f"{subject} must be the path of a YAML file, relative to this one."
+        collected.mistakes.append(Mistake(_keys_of(""), text))
+        return
+    base = path.parent / value
+    tree = _read_file(base, f"{subject} {base}", collected.mistakes)
+    if EXTENDS in tree:
+        cure = f"extend {show_text(tree[EXTENDS])} itself, or write its keys out"
+        collected.mistakes.append(Mistake(_keys_of(""), f"{subject} {base} extends a file, too; {cure}."))
+        return
+    _collect(tree, "", str(base), collected, once=True)
+
+
+def _read_file(path: Path, subject: str, mistakes: list[Mistake]) -> dict[str, Any]:
+    """Return the tree of a file; {} and a mistake that begins with `subject` where it holds none."""
     try:
         tree, duplicates = parse_yaml(_text_of(path))
         if not isinstance(tree, dict | None):
@@ -124,7 +154,7 @@ def _read_file(path: Path, mistakes: list[Mistake]) -> dict[str, Any]:
     else:
         mistakes += [Mistake((), f"Config file {path}: {duplicate}; keep one.") for duplicate in duplicates]
         return tree or {}
-    mistakes.append(Mistake(_keys_of(""), f"Config file {path} {fault}"))
+    mistakes.append(Mistake(_keys_of(""), f"{subject} {fault}"))
     return {}
 
 
@@ -189,16 +219,16 @@ def _mapping_so_far(key: Key, settings: dict[str, _Setting]) -> dict[str, Any]:
 def _collect(tree: dict, prefix: str, where: str, collected: _Collected, once: bool = False) -> None:
     """Walk a tree along the schema: known keys into the settings, of unknown ones the first into the mistakes.
 
-    prefix: as it was written. once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file, or
-    the same key in two spellings).
+    prefix: as it was written. once: a key that was set before in the same place is a mistake (`a: {b: 1}` and `a.b: 1`
+    in one file, or the same key in two spellings).
     """
     for child, value in tree.items():
         name = f"{prefix}.{child}".lstrip(".")
         key = canonical(name)
         if key in known_keys():
-            if once and key in collected.settings:
-                other = collected.settings[key].spelling
-                both = "" if other == name else f", as {other} and as {name}"
+            earlier = collected.settings.get(key)
+            if once and earlier is not None and earlier.where == where:
+                both = "" if earlier.spelling == name else f", as {earlier.spelling} and as {name}"
                 collected.mistakes.append(Mistake((key,), f"{key} is given twice in {where}{both}; keep one."))
             collected.settings[key] = _Setting(value, where, name)
         elif key not in known_sections():

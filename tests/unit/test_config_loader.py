@@ -253,6 +253,59 @@ def test_a_user_error_survives_the_way_between_processes():
     assert UserError("only.").report() == "1 mistake to correct:\nonly."
 
 
+# ---------------------------------------------------------------------------------------------------- extends
+
+
+def extending(folder: Path, base: str, text: str) -> Path:
+    """Write base.yaml, and recipes/recipe.yaml that extends it by a relative path."""
+    (folder / "recipes").mkdir()
+    (folder / "base.yaml").write_text(base, encoding="utf-8")
+    path = folder / "recipes" / "recipe.yaml"
+    path.write_text(f"extends: ../base.yaml\n{text}", encoding="utf-8")
+    return path
+
+
+def test_a_file_that_extends_another_has_its_keys_and_wins_over_them(tmp_path):
+    base = "trainer: {seed: 2, nnodes: 3}\nactor: {clip_ratio: 0.1}\nreward.kwargs: {a: 1, b: 2}"
+    path = extending(
+        tmp_path, base, "trainer.seed: 4\nactor_rollout_ref: {actor: {clip_ratio: 0.3}}\nreward.kwargs: {b: 3}"
+    )
+    config = load_config(path, ["trainer.nnodes=5"])
+    assert (config.trainer.seed, config.trainer.nnodes) == (4, 5)
+    assert config.actor_rollout_ref.actor.clip_ratio == 0.3 and config.reward.kwargs == {"b": 3}
+    assert "extends" not in to_yaml(config) and load_config(written(tmp_path, to_yaml(config))) == config
+
+
+def test_a_mistake_in_an_extended_file_is_named_with_that_file(tmp_path):
+    path = extending(tmp_path, "trainer: {seed: x, nnodes: -1}\nfoo: 1", "trainer: {seed: 1}")
+    unknown, nodes = sentences(path)
+    assert "base.yaml" in unknown and "Unknown key foo" in unknown
+    assert nodes.startswith("trainer.nnodes is -1") and "base.yaml" in nodes
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "words"),
+    [
+        (None, "extends: nowhere.yaml", ["extends is nowhere.yaml", "No such file", "give the path of a YAML file"]),
+        ("a: [", "extends: base.yaml", ["extends is base.yaml", "base.yaml is not a config in YAML"]),
+        ("extends: other.yaml", "extends: base.yaml", ["extends is base.yaml", "extend other.yaml itself"]),
+        ("extends: base.yaml", "extends: base.yaml", ["extends is base.yaml", "extends a file, too"]),
+        (None, "extends: config.yaml", ["extends is config.yaml", "extends a file, too"]),
+        (None, "extends: 3", ["extends is 3", "must be the path of a YAML file, relative to this one"]),
+        (None, "extends: null", ["extends is null", "must be the path of a YAML file, relative to this one"]),
+        (None, "data: {extends: base.yaml}", ["Unknown key data.extends"]),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_one_sentence(tmp_path, base, text, words):
+    if base is not None:
+        (tmp_path / "base.yaml").write_text(base, encoding="utf-8")
+    path = written(tmp_path, f"{text}\ntrainer.nnodes: 2")
+    with pytest.raises(UserError) as error:
+        load_and_validate(path, [], check_files=False)
+    (sentence,) = error.value.sentences
+    assert all(word in sentence for word in [*words, str(path)])
+
+
 # ---------------------------------------------------------------------------------------------------- properties
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

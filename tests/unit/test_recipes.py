@@ -25,9 +25,11 @@ from megatron_dapo.config.derived import (
     servers_per_node,
     uses_critic,
 )
-from megatron_dapo.config.loader import load_config, to_yaml
+from megatron_dapo.config.keys import value_of
+from megatron_dapo.config.loader import EXTENDS, load_config, to_yaml
 from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.huggingface.model_spec import model_spec
@@ -74,6 +76,29 @@ def test_every_recipe_is_free_of_mistakes(name):
 def test_every_recipe_survives_being_written_out(name, tmp_path):
     (tmp_path / "config.yaml").write_text(to_yaml(recipe(name)), encoding="utf-8")
     assert load_config(tmp_path / "config.yaml", []) == recipe(name)
+
+
+def values(section: dict, prefix: str = "") -> dict[str, object]:
+    """Return key -> value of all keys of a config in one dictionary."""
+    by_key: dict[str, object] = {}
+    for key, value in section.items():
+        by_key |= values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return by_key
+
+
+def stated(path: Path) -> dict[str, object]:
+    """Return what a recipe's file itself says, by the dotted names of the keys."""
+    return values(parse_yaml(path.read_text(encoding="utf-8"))[0])
+
+
+EXTENDING = [path for path in sorted(CONFIGS.rglob("*.yaml")) if EXTENDS in stated(path)]
+
+
+@pytest.mark.parametrize("path", EXTENDING, ids=lambda path: path.stem)
+def test_a_recipe_that_extends_another_states_nothing_but_its_differences(path):
+    keys = stated(path)
+    base, config = load_config(path.parent / keys.pop(EXTENDS)), load_config(path)
+    assert keys and [key for key in keys if value_of(config, key) == value_of(base, key)] == []
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "dapo_" in name])
@@ -192,14 +217,6 @@ def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps
     assert (samples_per_rollout_step(config), num_optimizer_steps_per_rollout_step(config)) == (8192, 16)
     assert actor.max_tokens_per_microbatch >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.val_files and config.trainer.test_freq > 0
-
-
-def values(section: dict, prefix: str = "") -> dict[str, object]:
-    """Return key -> value of all keys of a config in one dictionary."""
-    by_key: dict[str, object] = {}
-    for key, value in section.items():
-        by_key |= values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return by_key
 
 
 def test_the_asynchronous_recipe_differs_from_the_synchronous_one_by_steps_split_and_age_alone():
