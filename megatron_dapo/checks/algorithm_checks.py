@@ -13,15 +13,13 @@ from megatron_dapo.config.derived import (
     gen_batch_size,
     needs_old_log_probs,
     needs_reference,
+    replaces_groups,
     uses_dynamic_sampling,
-    uses_filter_mode,
 )
 from megatron_dapo.config.key_names import (
     ACTOR,
     CORRECTION,
     ESTIMATOR,
-    FILTER_MODE,
-    GROUPS,
     KL_CTRL,
     LOSS_FUNCTION,
     OVERLONG,
@@ -36,7 +34,7 @@ from megatron_dapo.config.key_names import (
     N,
     keys_of,
 )
-from megatron_dapo.config.keys import known_keys, show_text, value_of, was_left_off
+from megatron_dapo.config.keys import known_keys, show_text, value_of
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 
@@ -44,81 +42,48 @@ from megatron_dapo.config.schema.config import Config
 def gen_batches(config: Config) -> Iterator[Mistake]:
     size = config.data.train_batch_size
     prompts = gen_batch_size(config)
-    dapo = config.algorithm.dapo
-    if not uses_dynamic_sampling(config):
-        if prompts != size:
-            yield Mistake(
-                ("data.gen_batch_size", "data.train_batch_size", *SAMPLING_SWITCHES),
-                f"data.gen_batch_size is {prompts}, but has no effect while nothing is filtered: with dynamic sampling "
-                f"off a step is one gen batch of data.train_batch_size {size}; set it to null, or enable {SAMPLING} "
-                f"with a filter_mode other than none.",
-            )
-        return
-    section = SAMPLING
-    switches: tuple[str, ...] = SAMPLING_SWITCHES
-    limit = dapo.dynamic_sampling.max_num_gen_batches
-    if config.algorithm.filter_groups.enable:
-        section = GROUPS
-        switches = (f"{GROUPS}.enable",)
-        limit = config.algorithm.filter_groups.max_num_gen_batches
-    if 0 < limit and prompts * limit < size:
+    sampling = config.algorithm.dynamic_sampling
+    limit = sampling.max_num_gen_batches
+    keys = ("data.gen_batch_size", "data.train_batch_size", *SAMPLING_SWITCHES)
+    if prompts != size and not uses_dynamic_sampling(config):
         yield Mistake(
-            ("data.gen_batch_size", "data.train_batch_size", f"{section}.max_num_gen_batches", *switches),
-            f"data.gen_batch_size {prompts} x {section}.max_num_gen_batches {limit} prompts can never fill "
+            keys,
+            f"data.gen_batch_size is {prompts}, but has no effect while nothing is filtered: with dynamic sampling "
+            f"off a step is one gen batch of data.train_batch_size {size}; set it to null, or enable {SAMPLING} "
+            f"with a filter_mode other than none.",
+        )
+    elif prompts != size and sampling.form == "mask":
+        yield Mistake(
+            (f"{SAMPLING}.form", *keys),
+            f"data.gen_batch_size is {prompts}, but with {SAMPLING}.form mask a step is one gen batch of "
+            f"data.train_batch_size {size}; set gen_batch_size to null, or form to resample.",
+        )
+    elif replaces_groups(config) and 0 < limit and prompts * limit < size:
+        yield Mistake(
+            (f"{SAMPLING}.max_num_gen_batches", f"{SAMPLING}.form", *keys),
+            f"data.gen_batch_size {prompts} x {SAMPLING}.max_num_gen_batches {limit} prompts can never fill "
             f"data.train_batch_size {size}; raise one of the first two.",
         )
 
 
 def masking(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake where form mask has nothing to mask, or where a gen batch is not as large as the training batch:
-    with form mask, a step is one gen batch. The key that limits the number of gen batches may keep its value for the
-    other form."""
-    if config.algorithm.dapo.dynamic_sampling.form != "mask":
-        return
-    if not uses_filter_mode(config):
+    sampling = config.algorithm.dynamic_sampling
+    if sampling.enable and sampling.form == "mask" and sampling.filter_mode == "none":
         yield Mistake(
-            (f"{SAMPLING}.form", *FILTER_MODE),
-            f"{SAMPLING}.form is mask, but nothing is filtered that it could mask; enable algorithm.dapo and "
-            f"{SAMPLING} with a filter_mode other than none, or remove form.",
-        )
-        return
-    size = config.data.train_batch_size
-    prompts = gen_batch_size(config)
-    if prompts != size:
-        yield Mistake(
-            (f"{SAMPLING}.form", "data.gen_batch_size", "data.train_batch_size", *FILTER_MODE),
-            f"data.gen_batch_size is {prompts}, but with {SAMPLING}.form mask a step is one gen batch of "
-            f"data.train_batch_size {size}; set gen_batch_size to null, or form to resample.",
-        )
-
-
-def filter_groups(config: Config) -> Iterator[Mistake]:
-    groups = config.algorithm.filter_groups
-    if not groups.enable:
-        return
-    if config.algorithm.dapo.dynamic_sampling.enable:
-        yield Mistake(
-            (f"{GROUPS}.enable", f"{SAMPLING}.enable"),
-            f"{GROUPS}.enable and {SAMPLING}.enable are both true, but a group is filtered once; keep the first for "
-            f"the spread of a metric, or the second for right and wrong answers.",
+            (f"{SAMPLING}.form", *SAMPLING_SWITCHES),
+            f"{SAMPLING}.form is mask, but {SAMPLING}.filter_mode is none, so that there is nothing to mask; choose "
+            f"another filter_mode, or set form to resample.",
         )
 
 
 def group_size(config: Config) -> Iterator[Mistake]:
     if config.actor_rollout_ref.rollout.n > 1 or not uses_dynamic_sampling(config):
         return
-    if config.algorithm.filter_groups.enable:
-        yield Mistake(
-            (N, f"{GROUPS}.enable"),
-            f"{N} is 1, but {GROUPS}.enable is true, which compares the responses of a group; "
-            f"set n to 2 or more, or enable to false.",
-        )
-    else:
-        yield Mistake(
-            (N, *SAMPLING_SWITCHES),
-            f"{N} is 1, but with {SAMPLING}.enable true every group of one is uniform and would be dropped; "
-            f"set n to 2 or more, or switch dynamic sampling off.",
-        )
+    yield Mistake(
+        (N, *SAMPLING_SWITCHES),
+        f"{N} is 1, but {SAMPLING}.enable is true, which compares the responses of a group; set n to 2 or more, or "
+        f"enable to false.",
+    )
 
 
 def staleness(config: Config) -> Iterator[Mistake]:
@@ -218,26 +183,8 @@ def policy_loss(config: Config) -> Iterator[Mistake]:
         )
 
 
-def dapo_switches(config: Config) -> Iterator[Mistake]:
-    dapo = config.algorithm.dapo
-    switches = {SAMPLING: dapo.dynamic_sampling.enable, OVERLONG: dapo.overlong_reward_shaping.enable}
-    for key, is_on in switches.items():
-        if is_on and was_left_off(dapo):
-            yield Mistake(
-                (f"{key}.enable", "algorithm.dapo.enable"),
-                f"{key}.enable is true, but has no effect while algorithm.dapo.enable is false; "
-                f"set algorithm.dapo.enable to true, or {key}.enable to false.",
-            )
-    if dapo.enable and not any(switches.values()):
-        yield Mistake(
-            ("algorithm.dapo.enable", *(f"{key}.enable" for key in switches)),
-            f"algorithm.dapo.enable is true, but does nothing by itself; enable {SAMPLING} or {OVERLONG}, "
-            f"or set it to false (clip-higher is {ACTOR}.use_dapo).",
-        )
-
-
 def overlong_shaping(config: Config) -> Iterator[Mistake]:
-    shaping = config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.overlong_reward_shaping
     limit = config.data.max_response_length
     if not shaping.enable:
         return
@@ -257,7 +204,7 @@ def overlong_shaping(config: Config) -> Iterator[Mistake]:
 
 
 def _overlong_penalties(config: Config) -> Iterator[Mistake]:
-    shaping = config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.overlong_reward_shaping
     penalty = shaping.truncation_penalty
     soft = shaping.buffer_len > 0
     if soft and shaping.penalty_factor == 0.0:
@@ -435,13 +382,11 @@ def loss_function(config: Config) -> Iterator[Mistake]:
 ALGORITHM_CHECKS = (
     gen_batches,
     masking,
-    filter_groups,
     group_size,
     staleness,
     slots,
     clipping,
     policy_loss,
-    dapo_switches,
     overlong_shaping,
     estimators,
     experience_replay,

@@ -75,7 +75,7 @@ def load_and_validate(
         either_kind="sft.enable" in reading.in_doubt,
         overridden=reading.overridden,
     )
-    _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
+    _raise(reading.with_mistakes(mistakes))
     specs = None if model_json else read_model_specs(reading.config)
     return settled(reading.config, *specs) if specs else reading.config
 
@@ -88,7 +88,7 @@ def load_for_evaluation(path: str | Path | None, overrides: Sequence[str] = ()) 
     model_json = read_model_json(config)
     if model_json is not None:
         mistakes += [mistake for check in (positions, servers) for mistake in check(config, model_json)]
-    _raise([*reading.mistakes, *(mistake for mistake in mistakes if reading.in_doubt.isdisjoint(mistake.keys))])
+    _raise(reading.with_mistakes(mistakes))
     return config
 
 

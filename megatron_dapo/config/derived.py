@@ -311,30 +311,23 @@ def has_reference_for_own_loss(config: Config) -> bool:
     return references.actor.loss_function is not None and references.ref.path is not None
 
 
-def uses_filter_mode(config: Config) -> bool:
-    """Return whether `dapo.dynamic_sampling` finds the groups without signal."""
-    dapo = config.algorithm.dapo
-    return dapo.enable and dapo.dynamic_sampling.enable and dapo.dynamic_sampling.filter_mode != "none"
-
-
 def uses_dynamic_sampling(config: Config) -> bool:
-    """Return whether groups without signal are replaced or masked, whichever way they are found."""
-    return uses_filter_mode(config) or config.algorithm.filter_groups.enable
+    """Return whether groups without signal are replaced or masked."""
+    sampling = config.algorithm.dynamic_sampling
+    return sampling.enable and sampling.filter_mode != "none"
 
 
 def replaces_groups(config: Config) -> bool:
     """Return whether groups without signal are dropped and others sampled in their place."""
-    is_masked = not config.algorithm.filter_groups.enable and config.algorithm.dapo.dynamic_sampling.form == "mask"
-    return uses_dynamic_sampling(config) and not is_masked
+    return uses_dynamic_sampling(config) and config.algorithm.dynamic_sampling.form == "resample"
 
 
 def uses_overlong_shaping(config: Config) -> bool:
     """Return whether truncated or over-long responses are punished or filtered."""
-    dapo = config.algorithm.dapo
-    shaping = config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.overlong_reward_shaping
     soft = shaping.buffer_len > 0 and shaping.penalty_factor > 0.0
     hard = shaping.buffer_len == 0 and shaping.truncation_penalty != 0.0
-    return dapo.enable and shaping.enable and (soft or hard or shaping.filter_truncated)
+    return shaping.enable and (soft or hard or shaping.filter_truncated)
 
 
 def dapo_techniques(config: Config) -> dict[str, bool]:

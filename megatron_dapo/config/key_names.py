@@ -4,9 +4,8 @@ ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
-SAMPLING = "algorithm.dapo.dynamic_sampling"
-GROUPS = "algorithm.filter_groups"
-OVERLONG = "algorithm.dapo.overlong_reward_shaping"
+SAMPLING = "algorithm.dynamic_sampling"
+OVERLONG = "algorithm.overlong_reward_shaping"
 KL_CTRL = "algorithm.kl_ctrl"
 CORRECTION = "algorithm.rollout_correction"
 REPLAY = "exp_manager.experience_replay"
@@ -32,9 +31,8 @@ STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_paralle
 # what `derived.uses_servers` reads
 WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch", "sft.enable")
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-# what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
-FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
-SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")
+# what `derived.uses_dynamic_sampling` reads
+SAMPLING_SWITCHES = (f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
 # what `derived.needs_old_log_probs` reads
 READ_FOR_OLD_LOG_PROBS = (
     "data.train_batch_size",

@@ -1,7 +1,8 @@
 """docs/config.md: every key with its type, default and meaning, from the schema."""
 
+from megatron_dapo.config.aliases import ALIASES, FILTER_GROUPS, MAIN_SWITCH
+from megatron_dapo.config.key_names import OVERLONG, SAMPLING
 from megatron_dapo.config.keys import (
-    ALIASES,
     FieldRules,
     Key,
     known_keys,
@@ -35,11 +36,16 @@ refused. What "may change on resume" may differ from the run that wrote the chec
 in `trainer.accept_changes`.
 """
 
-_ALIASES_HEAD = """\
+_ALIASES_HEAD = f"""\
 ## Other spellings
 
 Names that other documents have for keys, or for sections with all their keys. One file may use either, not both for one
 key.
+
+`{MAIN_SWITCH}` must be true where `algorithm.dapo` enables a technique. False switches
+`{SAMPLING}` and `{OVERLONG}` off. With
+`algorithm.filter_groups.enable`, `metric` is acc and `on_exhausted` is train_partial by default; no other
+name of the section may stand beside it.
 
 | spelling | means |
 |---|---|"""
@@ -61,7 +67,14 @@ def config_reference() -> str:
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts.extend(_row(key) for key in keys)
         parts.append("")
-    return "\n".join([*parts, _ALIASES_HEAD, *(f"| `{alias}` | `{meant}` |" for alias, meant in ALIASES.items()), ""])
+    return "\n".join(
+        [
+            *parts,
+            _ALIASES_HEAD,
+            *(f"| `{alias}` | `{meant}` |" for alias, meant in (ALIASES | FILTER_GROUPS).items()),
+            "",
+        ]
+    )
 
 
 def _row(key: Key) -> str:

@@ -31,8 +31,8 @@ class QueueLimits:
     """Sizes and rules of a `GroupQueue`.
 
     train_batch_size: groups per step; gen_batch_size: prompts per gen batch. max_num_gen_batches (0 or less: no limit)
-    and on_exhausted: what ends a step early; section: where the config says so. masks: groups without signal stay in
-    the step, marked, instead of being dropped. max_staleness: weight versions between the oldest new token of a group
+    and on_exhausted: what ends a step early. masks: groups without signal stay in the step, marked, instead of being
+    dropped. max_staleness: weight versions between the oldest new token of a group
     and the step that trains on it. total_steps: of the run.
     """
 
@@ -41,7 +41,6 @@ class QueueLimits:
     max_num_gen_batches: int = 1
     on_exhausted: str = "raise"
     masks: bool = False
-    section: str = "algorithm.dapo.dynamic_sampling"
     max_staleness: int = 0
     total_steps: int = 1 << 62
 
@@ -456,7 +455,7 @@ class GroupQueue:
         step = self._step
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(step.filtered.items())) or "none dropped"
         return (
-            f"{limits.section}.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
+            f"algorithm.dynamic_sampling.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
             f"{len(self._kept)} of the {limits.train_batch_size} groups that rollout step {step.number} needs "
             f"(dropped of {step.generated.num_groups} generated: {reasons}): change the data or the model so that the "
             "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "

@@ -466,7 +466,7 @@ def make_shaping(config: Config) -> OverlongShaping | None:
     """Return how over-long responses are punished, None where they are not."""
     if not uses_overlong_shaping(config):
         return None
-    keys = config.algorithm.dapo.overlong_reward_shaping
+    keys = config.algorithm.overlong_reward_shaping
     return OverlongShaping(
         max_response_length=config.data.max_response_length,
         buffer_len=keys.buffer_len,

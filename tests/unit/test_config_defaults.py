@@ -14,12 +14,11 @@ pytestmark = pytest.mark.unit
 DOCUMENTED_DEFAULTS = {
     "algorithm.adv_estimator": "grpo",
     "algorithm.use_kl_in_reward": None,
-    "algorithm.dapo.enable": False,
-    "algorithm.dapo.dynamic_sampling.enable": False,
-    "algorithm.dapo.dynamic_sampling.filter_mode": "strict",
-    "algorithm.dapo.overlong_reward_shaping.enable": False,
-    "algorithm.dapo.overlong_reward_shaping.truncation_penalty": -0.5,
-    "algorithm.dapo.overlong_reward_shaping.soft_penalty_mode": "additive",
+    "algorithm.dynamic_sampling.enable": False,
+    "algorithm.dynamic_sampling.filter_mode": "strict",
+    "algorithm.overlong_reward_shaping.enable": False,
+    "algorithm.overlong_reward_shaping.truncation_penalty": -0.5,
+    "algorithm.overlong_reward_shaping.soft_penalty_mode": "additive",
     "algorithm.kl_ctrl.horizon": 10000,
     "algorithm.kl_ctrl.target_kl": 0.01,
     "actor_rollout_ref.actor.use_dapo": False,
@@ -30,8 +29,17 @@ DOCUMENTED_DEFAULTS = {
     "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
 }
 DOCUMENTED_CHOICES = {
-    "algorithm.dapo.dynamic_sampling.filter_mode": {"strict", "remove_all_correct", "remove_all_incorrect", "none"},
-    "algorithm.dapo.overlong_reward_shaping.soft_penalty_mode": {
+    "algorithm.dynamic_sampling.filter_mode": {
+        "strict",
+        "remove_all_correct",
+        "remove_all_incorrect",
+        "none",
+        "acc",
+        "score",
+        "seq_reward",
+        "seq_final_reward",
+    },
+    "algorithm.overlong_reward_shaping.soft_penalty_mode": {
         "additive",
         "multiplicative",
         "replace_if_positive",

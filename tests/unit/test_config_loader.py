@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.aliases import ALIASES, FILTER_GROUPS
 from megatron_dapo.config.key_reference import config_reference
-from megatron_dapo.config.keys import ALIASES, known_keys, known_sections
+from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import MAX_UNKNOWN, load_config, nearest, to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import MAX_DEPTH, MAX_VALUES
@@ -92,7 +93,7 @@ def test_the_nearest_key_is_named_for_a_short_name_and_for_the_right_name_in_the
         "rollout.n": "actor_rollout_ref.rollout.n",
         "lr": LR,
         "actor_rollout_ref.actor.lr": LR,
-        "algorithm.dynamic_sampling.filter_mode": "algorithm.dapo.dynamic_sampling.filter_mode",
+        "algorithm.sampling.filter_mode": "algorithm.dynamic_sampling.filter_mode",
         "trainer.total_steps": "trainer.total_training_steps",
     }
     for unknown, known in expected.items():
@@ -149,7 +150,7 @@ def test_any_single_letter_typo_is_answered_with_the_key_that_was_meant(data):
         (f"{LR}=fast", "a number > 0"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2 numbers >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 1.0]", "a list of 2 numbers >= 0 and < 1"),
-        ("algorithm.dapo.dynamic_sampling.filter_mode=hard", "one of strict, remove_all_correct, "),
+        ("algorithm.dynamic_sampling.filter_mode=hard", "one of strict, remove_all_correct, "),
         ("trainer.logger=[console, paper]", "a list of any of console, jsonl, tensorboard"),
         ("reward.kwargs=[1]", "a mapping of names to "),
     ],
@@ -389,7 +390,7 @@ def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):
 def test_the_soft_interval_may_be_given_as_overlong_buffer_len():
     """As the DAPO overview calls it."""
     (section,) = {name for name in known_sections() if name.endswith("overlong_reward_shaping")}
-    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.dapo.overlong_reward_shaping
+    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.overlong_reward_shaping
     assert shaping.buffer_len == 512
 
 
@@ -425,6 +426,6 @@ def test_a_mistake_under_another_spelling_is_named_as_it_was_written(tmp_path):
 
 
 def test_the_reference_lists_every_other_spelling():
-    for alias, meant in ALIASES.items():
+    for alias, meant in (ALIASES | FILTER_GROUPS).items():
         assert f"| `{alias}` | `{meant}` |" in config_reference()
         assert meant in known_keys() or meant in known_sections()

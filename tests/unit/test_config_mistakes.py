@@ -131,7 +131,7 @@ def test_what_the_command_line_gives_acts_or_is_refused(name):
 @example("rollout.max_staleness=2", known_keys()[LOSS_FUNCTION])
 @example("rollout.max_staleness=2", known_keys()["algorithm.rollout_correction.bypass_mode"])
 @example("ref.path=other", known_keys()[LOSS_FUNCTION])
-@example("groups.enable=true data.gen_batch_size=51", known_keys()["algorithm.dapo.enable"])
+@example("sampling.enable=true data.gen_batch_size=51", known_keys()["algorithm.dynamic_sampling.filter_mode"])
 @example("actor.max_tokens_per_microbatch=3071", known_keys()[f"{MEGATRON}.context_parallel_size"])
 @example(PADDED, known_keys()[f"{MEGATRON}.sequence_parallel"])
 @example(PADDED, known_keys()[f"{MEGATRON}.tensor_model_parallel_size"])

@@ -122,14 +122,13 @@ PUBLISHED = {
     "algorithm.adv_estimator": "grpo",
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
-    "algorithm.dapo.enable": True,
-    "algorithm.dapo.dynamic_sampling.enable": True,
-    "algorithm.dapo.dynamic_sampling.filter_mode": "strict",
-    "algorithm.dapo.dynamic_sampling.max_num_gen_batches": 10,
-    "algorithm.dapo.overlong_reward_shaping.enable": True,
-    "algorithm.dapo.overlong_reward_shaping.buffer_len": 4096,
-    "algorithm.dapo.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
-    "algorithm.dapo.overlong_reward_shaping.penalty_factor": 1.0,
+    "algorithm.dynamic_sampling.enable": True,
+    "algorithm.dynamic_sampling.filter_mode": "strict",
+    "algorithm.dynamic_sampling.max_num_gen_batches": 10,
+    "algorithm.overlong_reward_shaping.enable": True,
+    "algorithm.overlong_reward_shaping.buffer_len": 4096,
+    "algorithm.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
+    "algorithm.overlong_reward_shaping.penalty_factor": 1.0,
     "actor_rollout_ref.rollout.n": 16,
     "actor_rollout_ref.rollout.temperature": 1.0,
     "actor_rollout_ref.rollout.top_p": 1.0,
@@ -198,7 +197,7 @@ def discarded_share(train_batch_size: int, gen_batch_size: int, acceptance: floa
 def test_the_reference_runs_recipes_train_on_their_own_weights_and_discard_little(name, acceptance):
     config = recipe(name)
     assert discarded_share(config.data.train_batch_size, gen_batch_size(config), acceptance) < 0.15
-    sampling = config.algorithm.dapo.dynamic_sampling
+    sampling = config.algorithm.dynamic_sampling
     num_prompts = sampling.max_num_gen_batches * gen_batch_size(config)
     assert acceptance * num_prompts > config.data.train_batch_size and sampling.on_exhausted == "train_partial"
     assert config.actor_rollout_ref.rollout.max_staleness == 0
@@ -323,9 +322,9 @@ def test_a_baseline_differs_from_its_recipe_by_the_algorithm_alone(names):
 
 def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
     config = recipe("alfworld_dapo_3b.yaml")
-    actor, shaping = config.actor_rollout_ref.actor, config.algorithm.dapo.overlong_reward_shaping
+    actor, shaping = config.actor_rollout_ref.actor, config.algorithm.overlong_reward_shaping
     assert (shaping.truncation_penalty, shaping.soft_penalty_mode, shaping.buffer_len) == (-0.3, "additive", 0)
-    assert config.algorithm.dapo.dynamic_sampling.filter_mode == "strict"
+    assert config.algorithm.dynamic_sampling.filter_mode == "strict"
     assert (effective_clip(config), actor.loss_agg_mode) == ((0.2, 0.28), "token-mean")
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     assert (

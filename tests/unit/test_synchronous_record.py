@@ -38,11 +38,11 @@ def _any_outcome() -> dict[int, tuple[str, str]]:
 
 CASES = {
     "resample": (["data.gen_batch_size=6"], _gen_batches_that_fill_a_step()),
-    "mask": (["algorithm.dapo.dynamic_sampling.form=mask", "data.shuffle=true"], _any_outcome()),
-    "unfiltered": (["algorithm.dapo.enable=false", "data.shuffle=true"], _any_outcome()),
+    "mask": (["algorithm.dynamic_sampling.form=mask", "data.shuffle=true"], _any_outcome()),
+    "unfiltered": (["algorithm.dynamic_sampling.enable=false", "data.shuffle=true"], _any_outcome()),
     "replay": (
         [
-            "algorithm.dapo.enable=false",
+            "algorithm.dynamic_sampling.enable=false",
             f"{REPLAY}.enable=true",
             f"{REPLAY}.replay_start_ratio=0.0",
             f"{REPLAY}.exp_ratio=0.5",
