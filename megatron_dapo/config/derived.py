@@ -39,9 +39,8 @@ class ParallelSizes:
 
     @property
     def segment_multiple(self) -> int:
-        """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is
-        cut into 2 x cp chunks (models/context_parallel.py)."""
-        return 2 * self.cp if self.cp > 1 else 1
+        """Return `segment_multiple` of these sizes."""
+        return segment_multiple(self.cp)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return where a rank is, in Megatron's order: tensor ranks adjacent, context ranks next, pipeline ranks
@@ -52,6 +51,12 @@ class ParallelSizes:
             tp=rank % self.tp,
             cp=rank // self.tp % self.cp,
         )
+
+
+def segment_multiple(cp: int) -> int:
+    """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is cut
+    into 2 x cp chunks (models/context_parallel.py)."""
+    return 2 * cp if cp > 1 else 1
 
 
 def parallel_sizes(config: Config) -> ParallelSizes:
@@ -172,7 +177,7 @@ def longest_micro_batch_sample(config: Config) -> int:
     parallelism, FP8 and `tp_comm_overlap` ask for."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
-    multiple = tokens_multiple(config, slices * parallel_sizes(config).segment_multiple)
+    multiple = tokens_multiple(config, slices * segment_multiple(megatron.context_parallel_size))
     return round_up(longest_sample(config), multiple)
 
 

@@ -2,7 +2,7 @@
 
 import reprlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
@@ -74,6 +74,22 @@ class Key:
 def known_keys() -> dict[str, Key]:
     """Return the keys by their dotted names, in the order of the schema."""
     return {key.name: key for key in _leaves(Config, "", FieldRules())}
+
+
+def without_keys(config: Config, names: Iterable[str]) -> Config:
+    """Return a copy of a config of which reading one of these keys raises Refused."""
+    for name in names:
+        config = _without_key(config, name.split("."))
+    return config
+
+
+def _without_key(section: Any, names: Sequence[str]) -> Any:
+    name, *rest = names
+    if rest:
+        return section.model_copy(update={name: _without_key(getattr(section, name), rest)})
+    section = section.model_copy()
+    del section.__dict__[name]
+    return section
 
 
 def keys_below(name: str) -> tuple[str, ...]:

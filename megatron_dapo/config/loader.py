@@ -22,7 +22,7 @@ from megatron_dapo.config.aliases import (
     respelled,
     spellings_of,
 )
-from megatron_dapo.config.keys import Key, keys_below, known_keys, known_sections, show, show_text
+from megatron_dapo.config.keys import Key, keys_below, known_keys, known_sections, show, show_text, without_keys
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
@@ -46,23 +46,27 @@ class _Collected:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file and its overrides hold: the config of what is sound, and the mistakes.
-
-    in_doubt: keys that have their default in the config because their value was refused or could not be read, or
-    because an unknown name was probably meant for them. overridden: keys whose value is an override's. spellings: the
-    user's names of keys, where they are not the schema's.
-    """
+    """What a file and its overrides hold."""
 
     config: Config
+    """What is sound; other keys have their defaults."""
     in_doubt: frozenset[str]
+    """Keys without a known value: it was refused or unreadable, or an unknown name was probably meant for them."""
     overridden: frozenset[str]
+    """Keys whose value is an override's."""
     spellings: dict[str, str]
+    """The user's names of keys, where they are not the schema's."""
     mistakes: tuple[Mistake, ...]
 
-    def with_mistakes(self, mistakes: Iterable[Mistake]) -> list[Mistake]:
-        """Return all mistakes: the reading's own, and of others those of values that are known, in the user's names."""
-        others = (mistake for mistake in mistakes if self.in_doubt.isdisjoint(mistake.keys))
-        return [*self.mistakes, *(Mistake(other.keys, in_spellings(other.text, self.spellings)) for other in others)]
+    @property
+    def known(self) -> Config:
+        """Return the config without the keys in doubt: who reads one gets Refused."""
+        return without_keys(self.config, self.in_doubt)
+
+    def with_mistakes(self, others: Iterable[str]) -> list[str]:
+        """Return the mistakes of the reading and others, which then have the user's names of keys."""
+        own = [mistake.text for mistake in self.mistakes]
+        return own + [in_spellings(other, self.spellings) for other in others]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
