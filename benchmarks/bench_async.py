@@ -78,7 +78,7 @@ def bench_config(
         f"{rollout}.step_timeout_s=600",
         "actor_rollout_ref.actor.ppo_mini_batch_size=1",
         "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.dapo.dynamic_sampling.max_num_gen_batches=1000",
+        "algorithm.dynamic_sampling.max_num_gen_batches=1000",
         f"trainer.total_training_steps={MANY_STEPS}",
         *overrides,
     )

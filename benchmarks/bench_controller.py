@@ -129,7 +129,7 @@ async def measured(folder: Path, urls: Sequence[str], pipe: Connection, load: Lo
         f"{rollout}.step_timeout_s=3600",
         "actor_rollout_ref.actor.ppo_mini_batch_size=1",
         "algorithm.rollout_correction.rollout_is=token",
-        "algorithm.dapo.dynamic_sampling.max_num_gen_batches=1000",
+        "algorithm.dynamic_sampling.max_num_gen_batches=1000",
         "trainer.total_training_steps=100000",
     )
     controller = Controller(config)

@@ -12,14 +12,13 @@ SHORT = {
     "vpp": "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size",
     "ep": "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
     "etp": "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
-    "buffer": "algorithm.dapo.overlong_reward_shaping.buffer_len",
+    "buffer": "algorithm.overlong_reward_shaping.buffer_len",
     "actor.": "actor_rollout_ref.actor.",
     "megatron.": "actor_rollout_ref.actor.megatron.",
     "rollout.": "actor_rollout_ref.rollout.",
     "ref.": "actor_rollout_ref.ref.",
-    "sampling.": "algorithm.dapo.dynamic_sampling.",
-    "overlong.": "algorithm.dapo.overlong_reward_shaping.",
-    "groups.": "algorithm.filter_groups.",
+    "sampling.": "algorithm.dynamic_sampling.",
+    "overlong.": "algorithm.overlong_reward_shaping.",
     "rc.": "algorithm.rollout_correction.",
 }
 

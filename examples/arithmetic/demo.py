@@ -16,7 +16,7 @@ DEMO = Demo(
     next_steps=(
         (
             "switch a technique off",
-            ".venv/bin/python -m examples.arithmetic.demo algorithm.dapo.dynamic_sampling.enable=false",
+            ".venv/bin/python -m examples.arithmetic.demo algorithm.dynamic_sampling.enable=false",
         ),
         ("train a real language model", "make demo-llm"),
         ("use your own data and reward", "README.md, 'Your own data and reward'"),

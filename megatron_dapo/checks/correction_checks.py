@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from megatron_dapo.config.derived import rejects_tokens
-from megatron_dapo.config.key_names import CORRECTION, keys_of
+from megatron_dapo.config.key_names import CORRECTION
 from megatron_dapo.config.keys import show_text
-from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.ratio_bounds import ratio_bounds, rejection_bounds
 from megatron_dapo.config.schema.config import Config
 
@@ -17,7 +16,7 @@ _REJECTION_WANTED = {
 }
 
 
-def importance_threshold(config: Config) -> Iterator[Mistake]:
+def importance_threshold(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     key = f"{CORRECTION}.rollout_is_threshold"
     if correction.rollout_is == "none":
@@ -27,14 +26,13 @@ def importance_threshold(config: Config) -> Iterator[Mistake]:
     except ValueError:
         bounds = None
     if bounds is None or bounds.high < 1 or (bounds.low is not None and not bounds.low < 1 < bounds.high):
-        yield Mistake(
-            (key,),
+        yield (
             f"{key} is {correction.rollout_is_threshold}, but must be the largest weight, at least 1, such as "
-            f"2.0, or bounds lower_upper with lower < 1 < upper, such as 0.5_5.0; correct it.",
+            f"2.0, or bounds lower_upper with lower < 1 < upper, such as 0.5_5.0; correct it."
         )
 
 
-def rejection_threshold(config: Config) -> Iterator[Mistake]:
+def rejection_threshold(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     mode = correction.rollout_rs
     key = f"{CORRECTION}.rollout_rs_threshold"
@@ -46,32 +44,35 @@ def rejection_threshold(config: Config) -> Iterator[Mistake]:
     except ValueError:
         fits = False
     if not fits:
-        yield Mistake(
-            (key, f"{CORRECTION}.rollout_rs"),
+        yield (
             f"{key} is {show_text(correction.rollout_rs_threshold)}, but {CORRECTION}.rollout_rs {mode} needs "
-            f"{_REJECTION_WANTED[mode]}; set it, or rollout_rs to none.",
+            f"{_REJECTION_WANTED[mode]}; set it, or rollout_rs to none."
         )
 
 
-def bypass(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake where old log-probs would be needed that bypass_mode does without."""
+def weights_without_old_log_probs(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
-    if not correction.bypass_mode:
-        return
-    if correction.rollout_is != "none":
-        yield Mistake(
-            keys_of(CORRECTION, "bypass_mode", "rollout_is"),
+    if correction.bypass_mode and correction.rollout_is != "none":
+        yield (
             f"{CORRECTION}.bypass_mode is true, with which the servers' log-probs are the old ones and every weight of "
-            f"rollout_is {correction.rollout_is} would be 1; set rollout_is to none, or bypass_mode to false.",
+            f"rollout_is {correction.rollout_is} would be 1; set rollout_is to none, or bypass_mode to false."
         )
-    if rejects_tokens(config):
-        yield Mistake(
-            keys_of(CORRECTION, "bypass_mode", "rollout_rs", "rollout_token_veto_threshold"),
+
+
+def rejection_without_old_log_probs(config: Config) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
+    if correction.bypass_mode and rejects_tokens(config):
+        yield (
             f"{CORRECTION}.bypass_mode is true, but does without the old log-probs that decide what rollout_rs "
             f"{correction.rollout_rs} and rollout_token_veto_threshold "
             f"{show_text(correction.rollout_token_veto_threshold)} reject; set bypass_mode to false, or rollout_rs to "
-            f"none and the veto to null.",
+            f"none and the veto to null."
         )
 
 
-CORRECTION_CHECKS = (importance_threshold, rejection_threshold, bypass)
+CORRECTION_CHECKS = (
+    importance_threshold,
+    rejection_threshold,
+    weights_without_old_log_probs,
+    rejection_without_old_log_probs,
+)

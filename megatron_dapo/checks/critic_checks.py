@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_dapo.checks.known_mistakes import Check, known_mistakes
 from megatron_dapo.checks.length_checks import fits_longest_sample
 from megatron_dapo.checks.model_checks import (
     divisible_by_tp,
@@ -13,80 +14,83 @@ from megatron_dapo.checks.model_checks import (
     positions,
 )
 from megatron_dapo.config.derived import uses_critic
-from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.experts import num_experts_of
 
 
-def batching(config: Config) -> Iterator[Mistake]:
-    if not uses_critic(config):
+def mini_batches(config: Config) -> Iterator[str]:
+    size = config.critic.ppo_mini_batch_size
+    if not uses_critic(config) or size is None:
         return
     groups = config.data.train_batch_size
-    critic = config.critic
-    if critic.ppo_mini_batch_size and groups % critic.ppo_mini_batch_size:
-        yield Mistake(
-            ("critic.ppo_mini_batch_size", "data.train_batch_size"),
-            f"critic.ppo_mini_batch_size is {critic.ppo_mini_batch_size}, which does not divide data.train_batch_size "
-            f"{groups}; choose a divisor of {groups}, or null for the actor's.",
+    if groups % size:
+        yield (
+            f"critic.ppo_mini_batch_size is {size}, which does not divide data.train_batch_size {groups}; choose a "
+            f"divisor of {groups}, or null for the actor's."
         )
-    if critic.max_tokens_per_microbatch:
+
+
+def micro_batches(config: Config) -> Iterator[str]:
+    cap = config.critic.max_tokens_per_microbatch
+    if uses_critic(config) and cap is not None:
         cure = "raise it, or set null for the actor's"
-        key = "critic.max_tokens_per_microbatch"
-        yield from fits_longest_sample(config, key, critic.max_tokens_per_microbatch, cure)
+        yield from fits_longest_sample(config, "critic.max_tokens_per_microbatch", cap, cure)
 
 
-def schedule(config: Config) -> Iterator[Mistake]:
+def learning_rate(config: Config) -> Iterator[str]:
+    optim = config.critic.optim
+    if uses_critic(config) and optim.min_lr > optim.lr:
+        yield f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it."
+
+
+def warm_up(config: Config) -> Iterator[str]:
+    warmup = config.critic.optim.lr_warmup_steps
+    steps = config.trainer.total_training_steps
+    if uses_critic(config) and warmup >= steps:
+        yield (
+            f"critic.optim.lr_warmup_steps is {warmup}, but must be below trainer.total_training_steps {steps}, or the "
+            f"critic's learning rate never reaches its peak."
+        )
+
+
+def critic_first(config: Config) -> Iterator[str]:
     if not uses_critic(config):
         return
-    optim = config.critic.optim
-    trainer = config.trainer
-    if optim.min_lr > optim.lr:
-        yield Mistake(
-            ("critic.optim.min_lr", "critic.optim.lr"),
-            f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it.",
-        )
-    if optim.lr_warmup_steps >= trainer.total_training_steps:
-        yield Mistake(
-            ("critic.optim.lr_warmup_steps", "trainer.total_training_steps"),
-            f"critic.optim.lr_warmup_steps is {optim.lr_warmup_steps}, but must be below trainer.total_training_steps "
-            f"{trainer.total_training_steps}, or the critic's learning rate never reaches its peak.",
-        )
-    if trainer.critic_warmup >= trainer.total_training_steps:
-        yield Mistake(
-            ("trainer.critic_warmup", "trainer.total_training_steps"),
-            f"trainer.critic_warmup is {trainer.critic_warmup}, but must be below trainer.total_training_steps "
-            f"{trainer.total_training_steps}, or the policy is never updated.",
+    alone = config.trainer.critic_warmup
+    steps = config.trainer.total_training_steps
+    if alone >= steps:
+        yield (
+            f"trainer.critic_warmup is {alone}, but must be below trainer.total_training_steps {steps}, or the policy "
+            f"is never updated."
         )
         return
     warmup = config.actor_rollout_ref.actor.optim.lr_warmup_steps
-    steps = trainer.total_training_steps
-    if steps - trainer.critic_warmup <= warmup < steps:
-        yield Mistake(
-            ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.critic_warmup", "trainer.total_training_steps"),
-            f"actor_rollout_ref.actor.optim.lr_warmup_steps is {warmup}, but trainer.critic_warmup "
-            f"{trainer.critic_warmup} leaves the policy {steps - trainer.critic_warmup} of the {steps} rollout steps, "
-            f"and its learning rate never reaches its peak; lower one of the two.",
+    if steps - alone <= warmup < steps:
+        yield (
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps is {warmup}, but trainer.critic_warmup {alone} leaves the "
+            f"policy {steps - alone} of the {steps} rollout steps, and its learning rate never reaches its peak; lower "
+            f"one of the two."
         )
 
 
-def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[Mistake]:
+def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
     """Ask of a critic of another size than the actor's what is asked of the actor's model, and the same tokens."""
     path = config.critic.model.path
     critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:
         return
-    checks = (divisible_by_tp, pipeline, positions, fp8)
-    for check in (*checks, experts) if num_experts_of(critic_json) else checks:
-        for mistake in check(config, critic_json):
-            yield Mistake(("critic.model.path", *mistake.keys), f"critic.model.path {path}: {mistake.text}")
+    checks: tuple[Check, ...] = (divisible_by_tp, pipeline, positions, fp8)
+    if num_experts_of(critic_json):
+        checks = (*checks, experts)
+    for mistake in known_mistakes(checks, config, critic_json):
+        yield f"critic.model.path {path}: {mistake}"
     actor_size = actor_json.get("vocab_size")
     critic_size = critic_json.get("vocab_size")
     if actor_size != critic_size:
-        yield Mistake(
-            ("critic.model.path", "actor_rollout_ref.model.path"),
+        yield (
             f"critic.model.path is {path}, whose vocab_size is {critic_size}, but the actor's is {actor_size}: both "
-            f"must read the same tokens; choose a critic of the actor's family.",
+            f"must read the same tokens; choose a critic of the actor's family."
         )
 
 
-CRITIC_CHECKS = (batching, schedule)
+CRITIC_CHECKS = (mini_batches, micro_batches, learning_rate, warm_up, critic_first)

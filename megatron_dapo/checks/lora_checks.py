@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.key_names import ESTIMATOR, LORA_RANK, MEGATRON, TARGET_MODULES
-from megatron_dapo.config.keys import show_text
-from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 
 
-def targets(config: Config) -> Iterator[Mistake]:
+def targets(config: Config) -> Iterator[str]:
     """Yield a mistake where a module does not exist, or none is named."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
@@ -20,32 +18,35 @@ def targets(config: Config) -> Iterator[Mistake]:
     unknown = [name for name in names if name not in LINEAR_MODULES]
     if unknown or not names:
         what = f"has {', '.join(unknown)}, of which a layer has none" if unknown else "names no module"
-        yield Mistake(
-            (TARGET_MODULES, LORA_RANK),
-            f"{TARGET_MODULES} {what}; choose from {known}.",
-        )
+        yield f"{TARGET_MODULES} {what}; choose from {known}."
 
 
-def not_with(config: Config) -> Iterator[Mistake]:
-    """Yield a mistake for what no test has tried together with adapters."""
+def no_critic(config: Config) -> Iterator[str]:
     rank = config.actor_rollout_ref.model.lora_rank
-    megatron = config.actor_rollout_ref.actor.megatron
-    if not rank:
-        return
-    if uses_critic(config):
-        yield Mistake(
-            (LORA_RANK, ESTIMATOR),
+    if rank and uses_critic(config):
+        yield (
             f"{LORA_RANK} is {rank}, but {ESTIMATOR} gae trains a critic, which has no adapters; set lora_rank to 0, "
-            f"or choose an estimator without a critic.",
+            f"or choose an estimator without a critic."
         )
-    others = {"fp8": ("none", megatron.fp8), "tp_comm_overlap": (False, megatron.tp_comm_overlap)}
-    for name, (off, value) in others.items():
-        if value != off:
-            yield Mistake(
-                (LORA_RANK, f"{MEGATRON}.{name}"),
-                f"{MEGATRON}.{name} is {show_text(value)}, which adapters ({LORA_RANK} {rank}) do not have yet; set "
-                f"{name} to {show_text(off)}, or lora_rank to 0.",
-            )
 
 
-LORA_CHECKS = (targets, not_with)
+def no_fp8(config: Config) -> Iterator[str]:
+    rank = config.actor_rollout_ref.model.lora_rank
+    fp8 = config.actor_rollout_ref.actor.megatron.fp8
+    if rank and fp8 != "none":
+        yield (
+            f"{MEGATRON}.fp8 is {fp8}, which adapters ({LORA_RANK} {rank}) do not have yet; set fp8 to none, or "
+            f"lora_rank to 0."
+        )
+
+
+def no_user_buffers(config: Config) -> Iterator[str]:
+    rank = config.actor_rollout_ref.model.lora_rank
+    if rank and config.actor_rollout_ref.actor.megatron.tp_comm_overlap:
+        yield (
+            f"{MEGATRON}.tp_comm_overlap is true, which adapters ({LORA_RANK} {rank}) do not have yet; set "
+            f"tp_comm_overlap to false, or lora_rank to 0."
+        )
+
+
+LORA_CHECKS = (targets, no_critic, no_fp8, no_user_buffers)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.model_shapes import MODEL_SHAPES
 from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
@@ -11,11 +12,9 @@ from megatron_dapo.config.derived import (
     critic_path,
     has_given_servers,
     longest_sample,
-    parallel_sizes,
     uses_critic,
 )
-from megatron_dapo.config.key_names import CHUNKS, LENGTHS, LORA_RANK, MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
-from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.key_names import MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.experts import num_experts_of
 from megatron_dapo.huggingface.family import Family
@@ -73,8 +72,8 @@ def _model_spec_of(path: str, spec_of: Callable[[dict[str, Any]], ModelSpec]) ->
         return None
 
 
-def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    tp = parallel_sizes(config).tp
+def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    tp = config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size
     heads = _size(model, "num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
@@ -85,10 +84,9 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     }
     for name, size in sizes.items():
         if size and size % tp:
-            yield Mistake(
-                (f"{MEGATRON}.tensor_model_parallel_size",),
+            yield (
                 f"{MEGATRON}.tensor_model_parallel_size is {tp}, but does not divide the model's {name} {size}; "
-                f"choose a divisor of {size}.",
+                f"choose a divisor of {size}."
             )
 
 
@@ -104,85 +102,112 @@ def _shared_size(model: dict[str, Any]) -> int | None:
     return (_size(model, "n_shared_experts") or 1) * (_size(model, "moe_intermediate_size") or 0)
 
 
-def pipeline(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    sizes = parallel_sizes(config)
+def pipeline(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    megatron = config.actor_rollout_ref.actor.megatron
     layers = _size(model, "num_hidden_layers")
     if not layers:
         return
-    pipeline_layers = sizes.pipeline_layers
-    split = pipeline_split(layers, sizes.pp, sizes.vpp or 1, pipeline_layers)
-    if pipeline_layers is not None and sum(pipeline_layers) != layers:
-        yield Mistake(
-            CHUNKS,
-            f"{MEGATRON}.pipeline_layers is {list(pipeline_layers)}, {sum(pipeline_layers)} layers together, but the "
-            f"model's num_hidden_layers is {layers}; correct it, or set null.",
+    pp = megatron.pipeline_model_parallel_size
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    split = pipeline_split(layers, pp, vpp or 1, megatron.pipeline_layers)
+    if megatron.pipeline_layers is not None and sum(split.layers) != layers:
+        yield (
+            f"{MEGATRON}.pipeline_layers is {megatron.pipeline_layers}, {sum(split.layers)} layers together, but the "
+            f"model's num_hidden_layers is {layers}; correct it, or set null."
         )
-    elif pipeline_layers is None and split.has_idle_chunk:
-        vpp = f" x virtual_pipeline_model_parallel_size {sizes.vpp}" if sizes.vpp else ""
-        yield Mistake(
-            CHUNKS,
-            f"{MEGATRON}.pipeline_model_parallel_size {sizes.pp}{vpp} is {len(split.layers)} chunks, more than the "
-            f"model's num_hidden_layers {layers}, its embedding and its head can fill; lower it.",
+    elif megatron.pipeline_layers is None and split.has_idle_chunk:
+        yield (
+            f"{MEGATRON}.pipeline_model_parallel_size {pp}"
+            f"{f' x virtual_pipeline_model_parallel_size {vpp}' if vpp else ''} is {len(split.layers)} chunks, more "
+            f"than the model's num_hidden_layers {layers}, its embedding and its head can fill; lower it."
         )
     else:
         yield from _recompute(config, split)
 
 
-def experts(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
-    sizes = parallel_sizes(config)
-    megatron = config.actor_rollout_ref.actor.megatron
-    num_experts = num_experts_of(model)
-    if not num_experts:
-        for name, size in (("expert_model_parallel_size", sizes.ep), ("expert_tensor_parallel_size", sizes.etp)):
-            if size > 1:
-                yield Mistake(
-                    (f"{MEGATRON}.{name}",),
-                    f"{MEGATRON}.{name} is {size}, but the model has no experts ({_architecture(model)}); set it to 1.",
-                )
-        if (mode := config.actor_rollout_ref.actor.router_replay) != "off":
-            yield Mistake(
-                (ROUTER_REPLAY,),
-                f"{ROUTER_REPLAY} is {mode}, but the model has no experts ({_architecture(model)}); set it to off.",
-            )
-        return
-    if isinstance(num_experts, int) and num_experts % sizes.ep:
-        yield Mistake(
-            (f"{MEGATRON}.expert_model_parallel_size",),
-            f"{MEGATRON}.expert_model_parallel_size is {sizes.ep}, but does not divide the model's num_experts "
-            f"{num_experts}; choose a divisor of {num_experts}.",
+def experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    yield from known_mistakes(_MIXTURE_CHECKS if num_experts_of(model) else _DENSE_CHECKS, config, model)
+
+
+def _no_expert_parallelism(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    size = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
+    if size > 1:
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size is {size}, but the model has no experts ({_architecture(model)}); "
+            f"set it to 1."
         )
+
+
+def _no_cut_experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    size = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
+    if size > 1:
+        yield (
+            f"{MEGATRON}.expert_tensor_parallel_size is {size}, but the model has no experts ({_architecture(model)}); "
+            f"set it to 1."
+        )
+
+
+def _no_router_replay(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    mode = config.actor_rollout_ref.actor.router_replay
+    if mode != "off":
+        yield f"{ROUTER_REPLAY} is {mode}, but the model has no experts ({_architecture(model)}); set it to off."
+
+
+def _expert_parallelism(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    ep = config.actor_rollout_ref.actor.megatron.expert_model_parallel_size
+    num_experts = num_experts_of(model)
+    if isinstance(num_experts, int) and num_experts % ep:
+        yield (
+            f"{MEGATRON}.expert_model_parallel_size is {ep}, but does not divide the model's num_experts "
+            f"{num_experts}; choose a divisor of {num_experts}."
+        )
+
+
+def _cut_experts(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    etp = config.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size
     width_key = _expert_width_key(model)
     width = _size(model, width_key)
-    if sizes.etp > 1 and _has_biased_experts(model):
-        yield Mistake(
-            (f"{MEGATRON}.expert_tensor_parallel_size",),
-            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but Megatron-core cuts no experts with biases "
-            f"({_architecture(model)}); set it to 1.",
+    if etp > 1 and _has_biased_experts(model):
+        yield (
+            f"{MEGATRON}.expert_tensor_parallel_size is {etp}, but Megatron-core cuts no experts with biases "
+            f"({_architecture(model)}); set it to 1."
         )
-    elif width and width % sizes.etp:
-        yield Mistake(
-            (f"{MEGATRON}.expert_tensor_parallel_size",),
-            f"{MEGATRON}.expert_tensor_parallel_size is {sizes.etp}, but does not divide the model's "
-            f"{width_key} {width}; choose a divisor of {width}.",
+    elif width and width % etp:
+        yield (
+            f"{MEGATRON}.expert_tensor_parallel_size is {etp}, but does not divide the model's {width_key} {width}; "
+            f"choose a divisor of {width}."
         )
-    if sizes.tp > 1 and not megatron.sequence_parallel:
-        yield Mistake(
-            (f"{MEGATRON}.sequence_parallel", f"{MEGATRON}.tensor_model_parallel_size"),
-            f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {sizes.tp}, but a model with "
-            f"experts ({_architecture(model)}) needs it there; set it to true.",
+
+
+def _sequence_parallelism(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    tp = megatron.tensor_model_parallel_size
+    if tp > 1 and not megatron.sequence_parallel:
+        yield (
+            f"{MEGATRON}.sequence_parallel is false with tensor_model_parallel_size {tp}, but a model with experts "
+            f"({_architecture(model)}) needs it there; set it to true."
         )
-    if megatron.tp_comm_overlap:
-        yield Mistake(
-            (f"{MEGATRON}.tp_comm_overlap",),
+
+
+def _no_user_buffers(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    if config.actor_rollout_ref.actor.megatron.tp_comm_overlap:
+        yield (
             f"{MEGATRON}.tp_comm_overlap is true, which a model with experts ({_architecture(model)}) has not yet; "
-            f"set it to false.",
+            f"set it to false."
         )
-    if megatron.fp8 != "none":
-        yield Mistake(
-            (f"{MEGATRON}.fp8",),
-            f"{MEGATRON}.fp8 is {megatron.fp8}, which a model with experts ({_architecture(model)}) has not yet; "
-            f"set fp8 to none.",
+
+
+def _no_fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    form = config.actor_rollout_ref.actor.megatron.fp8
+    if form != "none":
+        yield (
+            f"{MEGATRON}.fp8 is {form}, which a model with experts ({_architecture(model)}) has not yet; set fp8 to "
+            f"none."
         )
+
+
+_DENSE_CHECKS = (_no_expert_parallelism, _no_cut_experts, _no_router_replay)
+_MIXTURE_CHECKS = (_expert_parallelism, _cut_experts, _sequence_parallelism, _no_user_buffers, _no_fp8)
 
 
 def _architecture(model: dict[str, Any]) -> str:
@@ -222,7 +247,7 @@ def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
         return ()
 
 
-def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def adapters(config: Config, model: dict[str, Any]) -> Iterator[str]:
     modules = _linear_modules(model)
     targets = config.actor_rollout_ref.model.target_modules
     rank = config.actor_rollout_ref.model.lora_rank
@@ -232,16 +257,15 @@ def adapters(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
         return
     missing = [n for n in target_modules(config) if n in LINEAR_MODULES and n not in modules]
     if missing:
-        yield Mistake(
-            (TARGET_MODULES, LORA_RANK),
+        yield (
             f"{TARGET_MODULES} has {', '.join(missing)}, of which a {_architecture(model)} has none; choose from "
-            f"{', '.join(modules)}, or {ALL_LINEAR} for all of them.",
+            f"{', '.join(modules)}, or {ALL_LINEAR} for all of them."
         )
 
 
-def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
-    tp = parallel_sizes(config).tp
+    tp = megatron.tensor_model_parallel_size
     heads = _size(model, "num_attention_heads")
     hidden = _size(model, "hidden_size")
     if megatron.fp8 == "none" or not heads or not hidden or num_experts_of(model):
@@ -256,14 +280,13 @@ def fp8(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
     }
     for name, size in sizes.items():
         if size % multiple:
-            yield Mistake(
-                (f"{MEGATRON}.fp8", f"{MEGATRON}.fp8_recipe", f"{MEGATRON}.tensor_model_parallel_size"),
+            yield (
                 f"{MEGATRON}.fp8 is {megatron.fp8}, whose products need multiples of {multiple}, but the model's "
-                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none.",
+                f"{name} is {size} at TP {tp}; lower tensor_model_parallel_size, or set fp8 to none."
             )
 
 
-def _recompute(config: Config, split: PipelineSplit) -> Iterator[Mistake]:
+def _recompute(config: Config, split: PipelineSplit) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.recompute_granularity != "full":
         return
@@ -275,63 +298,51 @@ def _recompute(config: Config, split: PipelineSplit) -> Iterator[Mistake]:
         is_wrong = number > split.largest
         demand = f"be at most {split.largest}, the layers of the largest pipeline chunk"
     if is_wrong:
-        yield Mistake(
-            (*CHUNKS, *(f"{MEGATRON}.recompute_{key}" for key in ("granularity", "method", "num_layers"))),
+        yield (
             f"{MEGATRON}.recompute_num_layers is {number}, but with recompute_method {megatron.recompute_method} it "
-            f"must {demand}; lower it.",
+            f"must {demand}; lower it."
         )
 
 
-def positions(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def positions(config: Config, model: dict[str, Any]) -> Iterator[str]:
     limit = _size(model, "max_position_embeddings")
     longest = longest_sample(config)
     if not limit or longest <= limit:
         return
     if config.sft.enable:
-        yield Mistake(
-            ("sft.max_length",),
-            f"sft.max_length is {longest}, above the model's max_position_embeddings {limit}; lower it.",
-        )
+        yield f"sft.max_length is {longest}, above the model's max_position_embeddings {limit}; lower it."
     else:
         data = config.data
-        yield Mistake(
-            LENGTHS,
+        yield (
             f"data.max_prompt_length {data.max_prompt_length} + data.max_response_length {data.max_response_length} is "
-            f"{longest}, above the model's max_position_embeddings {limit}; shorten one.",
+            f"{longest}, above the model's max_position_embeddings {limit}; shorten one."
         )
 
 
-def servers(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
     if has_given_servers(config):
         return
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
-    keys = (f"{ROLLOUT}.server.tensor_model_parallel_size", f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file")
+    key = f"{ROLLOUT}.server.tensor_model_parallel_size"
     names = ("num_attention_heads", *([_expert_width_key(model)] if num_experts_of(model) else []))
     sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
     for name, size in sizes.items():
-        yield Mistake(
-            keys,
-            f"{keys[0]} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}.",
-        )
+        yield f"{key} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}."
     kv_heads = _size(model, "num_key_value_heads")
     # ranks that are more than the heads repeat them, all of them as often
     if kv_heads and not sizes and kv_heads % tp and tp % kv_heads:
-        yield Mistake(
-            keys,
-            f"{keys[0]} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
-            f"{kv_heads}; choose one.",
+        yield (
+            f"{key} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
+            f"{kv_heads}; choose one."
         )
 
 
-def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[Mistake]:
+def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:
     size = _size(model, "vocab_size")
     rollout = config.actor_rollout_ref.rollout
     wrong = [token for token in rollout.stop_token_ids if size and not 0 <= token < size]
     if wrong:
-        yield Mistake(
-            (f"{ROLLOUT}.stop_token_ids",),
-            f"{ROLLOUT}.stop_token_ids holds {wrong}, outside the model's vocabulary of {size} tokens; correct them.",
-        )
+        yield f"{ROLLOUT}.stop_token_ids holds {wrong}, outside the model's vocabulary of {size} tokens; correct them."
 
 
 def _size(model: dict[str, Any], name: str) -> int | None:

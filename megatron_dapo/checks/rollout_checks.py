@@ -7,11 +7,11 @@ import re
 import socket
 from collections.abc import Iterator, Sequence
 
+from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
 from megatron_dapo.config.derived import is_server_url, starts_servers
-from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT, WITHOUT_SERVERS
+from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
 from megatron_dapo.config.loader import nearest
-from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
@@ -59,86 +59,105 @@ REFUSED_OPTIONS = {
 }  # fmt: skip
 
 
-def sampling(config: Config) -> Iterator[Mistake]:
+def top_k(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_k != -1 and rollout.top_k < 1:
-        yield Mistake(
-            (f"{ROLLOUT}.top_k",), f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
-        )
+        yield f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
+
+
+def held_out_answers(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
     if rollout.val_temperature == 0.0 and rollout.val_n > 1:
-        yield Mistake(
-            (f"{ROLLOUT}.val_n", f"{ROLLOUT}.val_temperature"),
+        yield (
             f"{ROLLOUT}.val_n is {rollout.val_n}, but at val_temperature 0 all answers to a prompt are the same; "
-            f"set val_n to 1, or raise val_temperature.",
+            f"set val_n to 1, or raise val_temperature."
         )
+
+
+def request_timeout(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
     if rollout.request_timeout_s > rollout.step_timeout_s:
-        yield Mistake(
-            (f"{ROLLOUT}.request_timeout_s", f"{ROLLOUT}.step_timeout_s"),
+        yield (
             f"{ROLLOUT}.request_timeout_s is {rollout.request_timeout_s:g}, longer than the whole step's "
-            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second.",
+            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second."
         )
 
 
-def deterministic(config: Config) -> Iterator[Mistake]:
+def deterministic(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.deterministic and rollout.max_staleness:
-        yield Mistake(
-            (f"{ROLLOUT}.deterministic", f"{ROLLOUT}.max_staleness"),
+        yield (
             f"{ROLLOUT}.deterministic is true, but with {ROLLOUT}.max_staleness {rollout.max_staleness} it depends on "
-            f"timing which weights write a token; set max_staleness to 0, or deterministic to false.",
+            f"timing which weights write a token; set max_staleness to 0, or deterministic to false."
         )
 
 
-def multi_turn(config: Config) -> Iterator[Mistake]:
-    keys = config.actor_rollout_ref.rollout.multi_turn
-    limit = config.data.max_response_length
-    if not keys.enable:
-        if config.reward.function == "environment":
-            yield Mistake(
-                ("reward.function", f"{MULTI_TURN}.enable"),
-                f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
-                f"set it to true, or name another reward.function.",
-            )
-        return
-    yield from variable_names(f"{MULTI_TURN}.pass_env", keys.pass_env)
-    name = keys.environment
+def environment_reward(config: Config) -> Iterator[str]:
+    if config.reward.function == "environment" and not config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
+            f"set it to true, or name another reward.function."
+        )
+
+
+def multi_turn(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield from known_mistakes(_TURN_CHECKS, config)
+
+
+def _environment_variables(config: Config) -> Iterator[str]:
+    yield from variable_names(f"{MULTI_TURN}.pass_env", config.actor_rollout_ref.rollout.multi_turn.pass_env)
+
+
+def _environment(config: Config) -> Iterator[str]:
+    name = config.actor_rollout_ref.rollout.multi_turn.environment
     if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
         near = nearest(name, BUILT_IN_ENVIRONMENTS)
-        yield Mistake(
-            (f"{MULTI_TURN}.environment", f"{MULTI_TURN}.enable"),
+        yield (
             f"{MULTI_TURN}.environment is {name!r}, which is neither {', '.join(BUILT_IN_ENVIRONMENTS)} nor of the "
-            f"form package.module:Class{f'; the nearest is {near}' if near else ''}.",
+            f"form package.module:Class{f'; the nearest is {near}' if near else ''}."
         )
-    if keys.max_tokens_per_turn is not None and keys.max_tokens_per_turn >= limit:
-        yield Mistake(
-            (f"{MULTI_TURN}.max_tokens_per_turn", "data.max_response_length"),
-            f"{MULTI_TURN}.max_tokens_per_turn is {keys.max_tokens_per_turn}, but must be below "
-            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null.",
+
+
+def _turn_length(config: Config) -> Iterator[str]:
+    cap = config.actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn
+    limit = config.data.max_response_length
+    if cap is not None and cap >= limit:
+        yield (
+            f"{MULTI_TURN}.max_tokens_per_turn is {cap}, but must be below "
+            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null."
         )
+
+
+def _turn_timeout(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout.multi_turn
     if keys.step_timeout_s > keys.timeout_s:
-        yield Mistake(
-            (f"{MULTI_TURN}.step_timeout_s", f"{MULTI_TURN}.timeout_s"),
+        yield (
             f"{MULTI_TURN}.step_timeout_s is {keys.step_timeout_s:g}, longer than the whole trajectory's timeout_s "
-            f"{keys.timeout_s:g}; lower the first or raise the second.",
-        )
-    if keys.timeout_s > config.actor_rollout_ref.rollout.step_timeout_s:
-        yield Mistake(
-            (f"{MULTI_TURN}.timeout_s", "actor_rollout_ref.rollout.step_timeout_s"),
-            f"{MULTI_TURN}.timeout_s is {keys.timeout_s:g}, longer than the whole step's "
-            f"actor_rollout_ref.rollout.step_timeout_s {config.actor_rollout_ref.rollout.step_timeout_s:g}; "
-            f"lower the first or raise the second.",
+            f"{keys.timeout_s:g}; lower the first or raise the second."
         )
 
 
-def variable_names(key: str, names: Sequence[str]) -> Iterator[Mistake]:
+def _trajectory_timeout(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.multi_turn.timeout_s > rollout.step_timeout_s:
+        yield (
+            f"{MULTI_TURN}.timeout_s is {rollout.multi_turn.timeout_s:g}, longer than the whole step's "
+            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the second."
+        )
+
+
+_TURN_CHECKS = (_environment_variables, _environment, _turn_length, _turn_timeout, _trajectory_timeout)
+
+
+def variable_names(key: str, names: Sequence[str]) -> Iterator[str]:
     """Yield a mistake for each entry that is no name of an environment variable. The mistake does not show the entry,
     which may be a value."""
     for number, name in enumerate(names):
         if not is_variable_name(name):
-            yield Mistake(
-                (key,),
+            yield (
                 f"{key}[{number}] is no name of an environment variable; give its name alone, the value stays in the "
-                f"environment.",
+                f"environment."
             )
 
 
@@ -147,38 +166,34 @@ def is_variable_name(text: str) -> bool:
     return bool(_VARIABLE.fullmatch(text))
 
 
-def server_urls(config: Config) -> Iterator[Mistake]:
+def server_lists(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    urls = rollout.server_urls
-    if urls and rollout.server_urls_file:
-        yield Mistake(
-            (f"{ROLLOUT}.server_urls", f"{ROLLOUT}.server_urls_file"),
+    if rollout.server_urls and rollout.server_urls_file:
+        yield (
             f"{ROLLOUT}.server_urls and {ROLLOUT}.server_urls_file {rollout.server_urls_file!r} both name servers; "
-            f"give one of them.",
+            f"give one of them."
         )
+
+
+def server_urls(config: Config) -> Iterator[str]:
+    urls = config.actor_rollout_ref.rollout.server_urls
     for url in dict.fromkeys(urls):
         if not is_server_url(url):
-            yield Mistake(
-                (f"{ROLLOUT}.server_urls",),
-                f"{ROLLOUT}.server_urls holds {url!r}, which is not of the form http://host:port; correct it.",
-            )
+            yield f"{ROLLOUT}.server_urls holds {url!r}, which is not of the form http://host:port; correct it."
         elif urls.count(url) > 1:
-            yield Mistake(
-                (f"{ROLLOUT}.server_urls",), f"{ROLLOUT}.server_urls holds {url} {urls.count(url)} times; keep one."
-            )
+            yield f"{ROLLOUT}.server_urls holds {url} {urls.count(url)} times; keep one."
 
 
-def server_nodes(config: Config) -> Iterator[Mistake]:
+def server_nodes(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes and server.num_servers % server.nnodes:
-        yield Mistake(
-            (f"{ROLLOUT}.server.num_servers", f"{ROLLOUT}.server.nnodes"),
+        yield (
             f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
-            f"{server.nnodes}: every server node starts as many; change one of them.",
+            f"{server.nnodes}: every server node starts as many; change one of them."
         )
 
 
-def extra_args(config: Config) -> Iterator[Mistake]:
+def extra_args(config: Config) -> Iterator[str]:
     arguments = config.actor_rollout_ref.rollout.server.extra_args
     options = dict.fromkeys(argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
     for option in options:
@@ -186,12 +201,11 @@ def extra_args(config: Config) -> Iterator[Mistake]:
         whole = next((name for name in REFUSED_OPTIONS if len(option) > 2 and name.startswith(option)), None)
         if whole is not None:
             said = option if whole == option else f"{option}, which may stand for {whole}"
-            yield Mistake((EXTRA_ARGS,), f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}.")
+            yield f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}."
     if "--quantization" in options and _value_of("--load-format", arguments) != "flash_rl":
-        yield Mistake(
-            (EXTRA_ARGS,),
+        yield (
             f"{EXTRA_ARGS} has --quantization {_value_of('--quantization', arguments)}, whose parameters cannot take "
-            f"the trainer's bfloat16 weights; add --load-format flash_rl (dense Qwen2 and Qwen3), or leave it out.",
+            f"the trainer's bfloat16 weights; add --load-format flash_rl (dense Qwen2 and Qwen3), or leave it out."
         )
 
 
@@ -205,7 +219,7 @@ def _value_of(option: str, arguments: list[str]) -> str | None:
     return last
 
 
-def own_host(config: Config) -> Iterator[Mistake]:
+def own_host(config: Config) -> Iterator[str]:
     """Yield a mistake where servers are to run on the trainer's machine, but cannot bind to their host as an address of
     it."""
     server = config.actor_rollout_ref.rollout.server
@@ -216,12 +230,22 @@ def own_host(config: Config) -> Iterator[Mistake]:
         with socket.socket(family, kind) as probe:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        yield Mistake(
-            (f"{ROLLOUT}.server.host", f"{ROLLOUT}.server.nnodes", f"{ROLLOUT}.server_urls", *WITHOUT_SERVERS),
+        yield (
             f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine "
             f"({getattr(error, 'strerror', None) or error}); give 127.0.0.1, 0.0.0.0 or another address of it, or the "
-            f"URLs of servers elsewhere in {ROLLOUT}.server_urls.",
+            f"URLs of servers elsewhere in {ROLLOUT}.server_urls."
         )
 
 
-ROLLOUT_CHECKS = (sampling, deterministic, multi_turn, server_urls, server_nodes, extra_args)
+ROLLOUT_CHECKS = (
+    top_k,
+    held_out_answers,
+    request_timeout,
+    deterministic,
+    environment_reward,
+    multi_turn,
+    server_lists,
+    server_urls,
+    server_nodes,
+    extra_args,
+)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from megatron_dapo.checks.config_checks import SHARED_CHECKS
+from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.length_checks import fits_longest_sample
 from megatron_dapo.config.key_names import ACTOR, keys_of
-from megatron_dapo.config.keys import known_keys, show_text, value_of
-from megatron_dapo.config.mistake import Mistake
+from megatron_dapo.config.keys import Key, known_keys, show_text, value_of
 from megatron_dapo.config.schema.config import Config
 
 # sections and keys that are read; whatever else is set has no effect
@@ -28,19 +28,20 @@ def is_read(key: str) -> bool:
     return key not in NOT_READ and any(key == name or key.startswith(f"{name}.") for name in READ)
 
 
-def unread_keys(config: Config) -> Iterator[Mistake]:
+def unread_keys(config: Config) -> Iterator[str]:
     """Yield a mistake for every key that is not at its default and belongs to reinforcement learning."""
     for key in known_keys().values():
-        value = value_of(config, key.name)
-        if value != key.default and not is_read(key.name):
-            yield Mistake(
-                (key.name, "sft.enable"),
-                f"{key.name} is {show_text(value)}, but supervised fine-tuning (sft.enable) does not read it; "
-                f"remove it.",
-            )
+        if not is_read(key.name):
+            yield from known_mistakes([_unread_key], config, key)
 
 
-def lengths(config: Config) -> Iterator[Mistake]:
+def _unread_key(config: Config, key: Key) -> Iterator[str]:
+    value = value_of(config, key.name)
+    if value != key.default:
+        yield f"{key.name} is {show_text(value)}, but supervised fine-tuning (sft.enable) does not read it; remove it."
+
+
+def lengths(config: Config) -> Iterator[str]:
     cap = config.actor_rollout_ref.actor.max_tokens_per_microbatch
     yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 

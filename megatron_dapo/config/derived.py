@@ -39,9 +39,8 @@ class ParallelSizes:
 
     @property
     def segment_multiple(self) -> int:
-        """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is
-        cut into 2 x cp chunks (models/context_parallel.py)."""
-        return 2 * self.cp if self.cp > 1 else 1
+        """Return `segment_multiple` of these sizes."""
+        return segment_multiple(self.cp)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Return where a rank is, in Megatron's order: tensor ranks adjacent, context ranks next, pipeline ranks
@@ -52,6 +51,12 @@ class ParallelSizes:
             tp=rank % self.tp,
             cp=rank // self.tp % self.cp,
         )
+
+
+def segment_multiple(cp: int) -> int:
+    """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is cut
+    into 2 x cp chunks (models/context_parallel.py)."""
+    return 2 * cp if cp > 1 else 1
 
 
 def parallel_sizes(config: Config) -> ParallelSizes:
@@ -172,7 +177,7 @@ def longest_micro_batch_sample(config: Config) -> int:
     parallelism, FP8 and `tp_comm_overlap` ask for."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
-    multiple = tokens_multiple(config, slices * parallel_sizes(config).segment_multiple)
+    multiple = tokens_multiple(config, slices * segment_multiple(megatron.context_parallel_size))
     return round_up(longest_sample(config), multiple)
 
 
@@ -311,30 +316,23 @@ def has_reference_for_own_loss(config: Config) -> bool:
     return references.actor.loss_function is not None and references.ref.path is not None
 
 
-def uses_filter_mode(config: Config) -> bool:
-    """Return whether `dapo.dynamic_sampling` finds the groups without signal."""
-    dapo = config.algorithm.dapo
-    return dapo.enable and dapo.dynamic_sampling.enable and dapo.dynamic_sampling.filter_mode != "none"
-
-
 def uses_dynamic_sampling(config: Config) -> bool:
-    """Return whether groups without signal are replaced or masked, whichever way they are found."""
-    return uses_filter_mode(config) or config.algorithm.filter_groups.enable
+    """Return whether groups without signal are replaced or masked."""
+    sampling = config.algorithm.dynamic_sampling
+    return sampling.enable and sampling.filter_mode != "none"
 
 
 def replaces_groups(config: Config) -> bool:
     """Return whether groups without signal are dropped and others sampled in their place."""
-    is_masked = not config.algorithm.filter_groups.enable and config.algorithm.dapo.dynamic_sampling.form == "mask"
-    return uses_dynamic_sampling(config) and not is_masked
+    return uses_dynamic_sampling(config) and config.algorithm.dynamic_sampling.form == "resample"
 
 
 def uses_overlong_shaping(config: Config) -> bool:
     """Return whether truncated or over-long responses are punished or filtered."""
-    dapo = config.algorithm.dapo
-    shaping = config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.overlong_reward_shaping
     soft = shaping.buffer_len > 0 and shaping.penalty_factor > 0.0
     hard = shaping.buffer_len == 0 and shaping.truncation_penalty != 0.0
-    return dapo.enable and shaping.enable and (soft or hard or shaping.filter_truncated)
+    return shaping.enable and (soft or hard or shaping.filter_truncated)
 
 
 def dapo_techniques(config: Config) -> dict[str, bool]:

@@ -4,9 +4,8 @@ ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 ROLLOUT = "actor_rollout_ref.rollout"
 MULTI_TURN = f"{ROLLOUT}.multi_turn"
-SAMPLING = "algorithm.dapo.dynamic_sampling"
-GROUPS = "algorithm.filter_groups"
-OVERLONG = "algorithm.dapo.overlong_reward_shaping"
+SAMPLING = "algorithm.dynamic_sampling"
+OVERLONG = "algorithm.overlong_reward_shaping"
 KL_CTRL = "algorithm.kl_ctrl"
 CORRECTION = "algorithm.rollout_correction"
 REPLAY = "exp_manager.experience_replay"
@@ -25,24 +24,3 @@ ROUTER_REPLAY = f"{ACTOR}.router_replay"
 ESTIMATOR = "algorithm.adv_estimator"
 LORA_RANK = "actor_rollout_ref.model.lora_rank"
 TARGET_MODULES = "actor_rollout_ref.model.target_modules"
-WORLD = ("trainer.nnodes", "trainer.n_procs_per_node")
-# what cuts a model's layers into the chunks of a pipeline
-CHUNKS = keys_of(MEGATRON, "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_layers")
-STAGES = keys_of(MEGATRON, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-# what `derived.uses_servers` reads
-WITHOUT_SERVERS = ("trainer.replay", "trainer.synthetic_batch", "sft.enable")
-LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-# what `derived.uses_filter_mode` and `derived.uses_dynamic_sampling` read
-FILTER_MODE = ("algorithm.dapo.enable", f"{SAMPLING}.enable", f"{SAMPLING}.filter_mode")
-SAMPLING_SWITCHES = (*FILTER_MODE, f"{GROUPS}.enable")
-# what `derived.needs_old_log_probs` reads
-READ_FOR_OLD_LOG_PROBS = (
-    "data.train_batch_size",
-    *keys_of(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
-    *keys_of(CORRECTION, "bypass_mode", "rollout_is", "rollout_rs", "rollout_token_veto_threshold", "max_mismatch"),
-    *keys_of(KL_CTRL, "kl_coef"),
-    "algorithm.use_kl_in_reward",
-    ESTIMATOR,
-    f"{REPLAY}.enable",
-    "trainer.synthetic_batch",
-)

@@ -1,7 +1,8 @@
 """docs/config.md: every key with its type, default and meaning, from the schema."""
 
+from megatron_dapo.config.aliases import ALIASES, FILTER_GROUPS, MAIN_SWITCH
+from megatron_dapo.config.key_names import OVERLONG, SAMPLING
 from megatron_dapo.config.keys import (
-    ALIASES,
     FieldRules,
     Key,
     known_keys,
@@ -22,6 +23,10 @@ A config is a YAML file plus `key=value` overrides on the command line:
     python -m megatron_dapo train --config FILE trainer.seed=2 "data.train_files=[a.jsonl, b.jsonl]"
 
 `--config-name NAME` in place of `--config FILE` takes `configs/NAME.yaml`.
+A file may begin with `extends: OTHER.yaml`, a path relative to the file: it then holds only the keys that differ from
+OTHER.yaml, which extends nothing itself. A list, and a mapping such as `reward.kwargs`, takes the place of the other
+file's as a whole. The config that a run saves has all keys.
+
 Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a word); a key that takes text takes it as
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.
@@ -31,11 +36,16 @@ refused. What "may change on resume" may differ from the run that wrote the chec
 in `trainer.accept_changes`.
 """
 
-_ALIASES_HEAD = """\
+_ALIASES_HEAD = f"""\
 ## Other spellings
 
 Names that other documents have for keys, or for sections with all their keys. One file may use either, not both for one
 key.
+
+`{MAIN_SWITCH}` must be true where `algorithm.dapo` enables a technique. False switches
+`{SAMPLING}` and `{OVERLONG}` off. With
+`algorithm.filter_groups.enable`, `metric` is acc and `on_exhausted` is train_partial by default; no other
+name of the section may stand beside it.
 
 | spelling | means |
 |---|---|"""
@@ -57,7 +67,14 @@ def config_reference() -> str:
         parts.append("| key | value | default | meaning |\n|---|---|---|---|")
         parts.extend(_row(key) for key in keys)
         parts.append("")
-    return "\n".join([*parts, _ALIASES_HEAD, *(f"| `{alias}` | `{meant}` |" for alias, meant in ALIASES.items()), ""])
+    return "\n".join(
+        [
+            *parts,
+            _ALIASES_HEAD,
+            *(f"| `{alias}` | `{meant}` |" for alias, meant in (ALIASES | FILTER_GROUPS).items()),
+            "",
+        ]
+    )
 
 
 def _row(key: Key) -> str:

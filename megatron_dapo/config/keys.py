@@ -2,7 +2,7 @@
 
 import reprlib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
@@ -20,12 +20,6 @@ _TYPE_WORDS = {
     float: ("a number", "numbers"),
     str: ("text", "texts"),
     type(None): ("null", "nulls"),
-}
-# Other spellings of a key or of a section with all its keys, as some of the documents that people paste from have them.
-ALIASES = {
-    "actor": "actor_rollout_ref.actor",
-    "critic.vf_coef": "critic.value_loss_coef",
-    "algorithm.dapo.overlong_reward_shaping.overlong_buffer_len": "algorithm.dapo.overlong_reward_shaping.buffer_len",
 }
 _BOUND_WORDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "le")}
 
@@ -82,6 +76,27 @@ def known_keys() -> dict[str, Key]:
     return {key.name: key for key in _leaves(Config, "", FieldRules())}
 
 
+def without_keys(config: Config, names: Iterable[str]) -> Config:
+    """Return a copy of a config of which reading one of these keys raises Refused."""
+    for name in names:
+        config = _without_key(config, name.split("."))
+    return config
+
+
+def _without_key(section: Any, names: Sequence[str]) -> Any:
+    name, *rest = names
+    if rest:
+        return section.model_copy(update={name: _without_key(getattr(section, name), rest)})
+    section = section.model_copy()
+    del section.__dict__[name]
+    return section
+
+
+def keys_below(name: str) -> tuple[str, ...]:
+    """Return the keys of a section and of those in it, or the key itself; "" = all of the tree."""
+    return tuple(key for key in known_keys() if name in ("", key) or key.startswith(f"{name}."))
+
+
 @cache
 def known_sections() -> dict[str, type[Section]]:
     """Return the section classes by their dotted names, in the order of the schema; the name of the whole tree is
@@ -124,14 +139,6 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
 def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
     name, *rest = names
     return section.model_copy(update={name: _with_key(getattr(section, name), rest, value) if rest else value})
-
-
-def canonical(name: str) -> str:
-    """Return the dotted name that the schema has for a name, which may begin with another spelling of ALIASES."""
-    for alias, meant in ALIASES.items():
-        if name == alias or name.startswith(f"{alias}."):
-            return meant + name[len(alias) :]
-    return name
 
 
 def show(value: Any) -> str:

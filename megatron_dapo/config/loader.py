@@ -1,4 +1,8 @@
-"""YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together."""
+"""YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together.
+
+A file may say `extends: base.yaml`, a path relative to itself. Its keys then win over those of that file, which may not
+extend another: a reader opens two files at most.
+"""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -9,11 +13,22 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.keys import Key, canonical, known_keys, known_sections, show
+from megatron_dapo.config.aliases import (
+    SWITCHES,
+    Setting,
+    in_spellings,
+    names_in,
+    resolve_switches,
+    respelled,
+    spellings_of,
+)
+from megatron_dapo.config.keys import Key, keys_below, known_keys, known_sections, show, show_text, without_keys
 from megatron_dapo.config.mistake import Mistake
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import YamlMistake, dump_yaml, parse_yaml
 
+EXTENDS = "extends"
+_OVERRIDE = "override"
 NEAREST_CUTOFF = 0.6
 MAX_BYTES = 10**6
 MAX_UNKNOWN = 20  # the nearest known key is looked for so often: each takes some milliseconds
@@ -21,35 +36,37 @@ SAME_LAST_COMPONENT = 0.9  # as near as two words of ten letters that differ in 
 
 
 @dataclass(frozen=True)
-class _Setting:
-    """A value somebody gave to a known key, where, and under which name: the key's own or another spelling."""
-
-    value: Any
-    where: str
-    spelling: str
-
-
-@dataclass(frozen=True)
 class _Collected:
     """What was found so far: settings of known keys, mistakes, and the names of unknown keys."""
 
-    settings: dict[str, _Setting] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file and its overrides hold: the config of what is sound, and the mistakes.
-
-    in_doubt: keys that have their default in the config because their value was refused or could not be read, or
-    because an unknown name was probably meant for them. overridden: keys whose value is an override's.
-    """
+    """What a file and its overrides hold."""
 
     config: Config
+    """What is sound; other keys have their defaults."""
     in_doubt: frozenset[str]
+    """Keys without a known value: it was refused or unreadable, or an unknown name was probably meant for them."""
     overridden: frozenset[str]
+    """Keys whose value is an override's."""
+    spellings: dict[str, str]
+    """The user's names of keys, where they are not the schema's."""
     mistakes: tuple[Mistake, ...]
+
+    @property
+    def known(self) -> Config:
+        """Return the config without the keys in doubt: who reads one gets Refused."""
+        return without_keys(self.config, self.in_doubt)
+
+    def with_mistakes(self, others: Iterable[str]) -> list[str]:
+        """Return the mistakes of the reading and others, which then have the user's names of keys."""
+        own = [mistake.text for mistake in self.mistakes]
+        return own + [in_spellings(other, self.spellings) for other in others]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -68,18 +85,20 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Readi
     """Read as `load_config` does, but return the mistakes with what is sound, so that further checks can go on."""
     collected = _Collected()
     if path is not None:
-        _collect(_read_file(Path(path), collected.mistakes), "", str(path), collected, once=True)
-    of_file = dict(collected.settings)
+        _collect_file(Path(path), collected)
     for override in overrides:
         _apply_override(override, collected)
-    overridden = {name for name, setting in collected.settings.items() if of_file.get(name) is not setting}
+    settings = collected.settings
+    collected.mistakes.extend(resolve_switches(settings))
+    overridden = {name for name, setting in settings.items() if setting.where == _OVERRIDE}
     if more := collected.unknown[MAX_UNKNOWN:]:
         collected.mistakes.append(
             Mistake((), f"Unknown keys besides: {len(more)}, the first of them {more[0]}; remove them.")
         )
-    config, sound = _build(collected.settings, collected.mistakes)
-    about = {key for mistake in collected.mistakes for key in mistake.keys}
-    return Reading(config, frozenset(about - sound), frozenset(overridden), tuple(collected.mistakes))
+    config, sound = _build(settings, collected.mistakes)
+    in_doubt = {key for mistake in collected.mistakes for key in mistake.keys} - sound
+    spellings = spellings_of(settings)
+    return Reading(config, frozenset(in_doubt), frozenset(overridden), spellings, tuple(collected.mistakes))
 
 
 def to_yaml(config: Config) -> str:
@@ -110,7 +129,32 @@ def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read_file(path: Path, mistakes: list[Mistake]) -> dict[str, Any]:
+def _collect_file(path: Path, collected: _Collected) -> None:
+    """Collect the settings of a file, on top of those of the file that it extends."""
+    tree = _read_file(path, f"Config file {path}", collected.mistakes)
+    if EXTENDS in tree:
+        _collect_base(path, tree.pop(EXTENDS), collected)
+    _collect(tree, "", str(path), collected)
+
+
+def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
+    """Collect the settings of the file that `path` extends by this value."""
+    subject = f"{EXTENDS} is {show_text(value)} ({path}), but"
+    if not isinstance(value, str):
+        text = f"{subject} must be the path of a YAML file, relative to this one."
+        collected.mistakes.append(Mistake(keys_below(""), text))
+        return
+    base = path.parent / value
+    tree = _read_file(base, f"{subject} {base}", collected.mistakes)
+    if EXTENDS in tree:
+        cure = f"extend {show_text(tree[EXTENDS])} itself, or write its keys out"
+        collected.mistakes.append(Mistake(keys_below(""), f"{subject} {base} extends a file, too; {cure}."))
+        return
+    _collect(tree, "", str(base), collected)
+
+
+def _read_file(path: Path, subject: str, mistakes: list[Mistake]) -> dict[str, Any]:
+    """Return the tree of a file; {} and a mistake that begins with `subject` where it holds none."""
     try:
         tree, duplicates = parse_yaml(_text_of(path))
         if not isinstance(tree, dict | None):
@@ -124,7 +168,7 @@ def _read_file(path: Path, mistakes: list[Mistake]) -> dict[str, Any]:
     else:
         mistakes += [Mistake((), f"Config file {path}: {duplicate}; keep one.") for duplicate in duplicates]
         return tree or {}
-    mistakes.append(Mistake(_keys_of(""), f"Config file {path} {fault}"))
+    mistakes.append(Mistake(keys_below(""), f"{subject} {fault}"))
     return {}
 
 
@@ -136,11 +180,6 @@ def _text_of(path: Path) -> str:
     return content.decode("utf-8")
 
 
-def _keys_of(section: str) -> tuple[str, ...]:
-    """Return all keys of a section; "" = of the tree."""
-    return tuple(name for name in known_keys() if not section or name.startswith(f"{section}."))
-
-
 def _apply_override(override: str, collected: _Collected) -> None:
     name, equals, text = override.partition("=")
     name = name.strip()
@@ -149,7 +188,7 @@ def _apply_override(override: str, collected: _Collected) -> None:
             Mistake(_meant(name), f"Override {override!r} is not of the form key=value, such as trainer.seed=2.")
         )
         return
-    key = known_keys().get(canonical(name))
+    key = known_keys().get(respelled(name))
     try:
         value, duplicates = parse_yaml(text)
     except YamlMistake as error:
@@ -163,17 +202,17 @@ def _apply_override(override: str, collected: _Collected) -> None:
     collected.mistakes.extend(Mistake((), f"Override {override!r}: {duplicate}; keep one.") for duplicate in duplicates)
     if key is not None and key.is_text and not isinstance(value, str) and not (value is None and key.takes_null):
         value = text
-    if parent := _mapping_key_above(canonical(name)):
-        value = {**_mapping_so_far(parent, collected.settings), canonical(name)[len(parent.name) + 1 :]: value}
+    if parent := _mapping_key_above(respelled(name)):
+        value = {**_mapping_so_far(parent, collected.settings), respelled(name)[len(parent.name) + 1 :]: value}
         name = parent.name
     head, _, last = name.rpartition(".")
-    _collect({last: value}, head, "override", collected)
+    _collect({last: value}, head, _OVERRIDE, collected)
 
 
 def _meant(name: str) -> tuple[str, ...]:
     """Return the key, or the keys of the section, that a name stands for; none if it stands for neither."""
-    known = canonical(name)
-    return (known,) if known in known_keys() else _keys_of(known) if known in known_sections() else ()
+    known = respelled(name)
+    return SWITCHES.get(known) or (keys_below(known) if known else ())
 
 
 def _mapping_key_above(name: str) -> Key | None:
@@ -181,36 +220,47 @@ def _mapping_key_above(name: str) -> Key | None:
     return next((key for key in known_keys().values() if key.is_mapping and name.startswith(f"{key.name}.")), None)
 
 
-def _mapping_so_far(key: Key, settings: dict[str, _Setting]) -> dict[str, Any]:
+def _mapping_so_far(key: Key, settings: dict[str, Setting]) -> dict[str, Any]:
     value = settings[key.name].value if key.name in settings else key.default
     return value if isinstance(value, dict) else {}
 
 
-def _collect(tree: dict, prefix: str, where: str, collected: _Collected, once: bool = False) -> None:
+def _collect(tree: dict, prefix: str, where: str, collected: _Collected) -> None:
     """Walk a tree along the schema: known keys into the settings, of unknown ones the first into the mistakes.
 
-    prefix: as it was written. once: a key that was set before is a mistake (`a: {b: 1}` and `a.b: 1` in one file, or
-    the same key in two spellings).
+    prefix: as it was written. A key that stands twice in one file is a mistake (`a: {b: 1}` and `a.b: 1`, or the same
+    key in two spellings).
     """
     for child, value in tree.items():
         name = f"{prefix}.{child}".lstrip(".")
-        key = canonical(name)
-        if key in known_keys():
-            if once and key in collected.settings:
-                other = collected.settings[key].spelling
-                both = "" if other == name else f", as {other} and as {name}"
-                collected.mistakes.append(Mistake((key,), f"{key} is given twice in {where}{both}; keep one."))
-            collected.settings[key] = _Setting(value, where, name)
-        elif key not in known_sections():
+        key = respelled(name)
+        if key in known_keys() or key in SWITCHES:
+            earlier = collected.settings.get(key)
+            if earlier is not None and earlier.where == where != _OVERRIDE:
+                both = "" if earlier.spelling == name else f", as {earlier.spelling} and as {name}"
+                collected.mistakes.append(Mistake(_meant(key), f"{key} is given twice in {where}{both}; keep one."))
+            collected.settings[key] = Setting(value, where, name)
+        elif key not in known_sections() and not names_in(key):
             collected.unknown.append(name[:200])
             if len(collected.unknown) <= MAX_UNKNOWN:
                 collected.mistakes.append(_unknown(name[:200], value, where))
         elif isinstance(value, dict):
-            _collect(value, name, where, collected, once)
+            _collect(value, name, where, collected)
         elif value is not None:
-            inside = ", ".join(known_sections()[key].model_fields)
-            text = f"{name} is {show(value)} ({where}), but must be a mapping with keys of {inside}."
-            collected.mistakes.append(Mistake(_keys_of(key), text))
+            collected.mistakes.append(_no_mapping(name, value, where))
+
+
+def _no_mapping(name: str, value: Any, where: str) -> Mistake:
+    """Return the mistake of a section that has a value."""
+    section = respelled(name)
+    if section in known_sections():
+        inside: Iterable[str] = known_sections()[section].model_fields
+        keys = keys_below(section)
+    else:
+        inside = names_in(section)
+        keys = tuple(key for keys in names_in(section).values() for key in keys)
+    text = f"{name} is {show(value)} ({where}), but must be a mapping with keys of {', '.join(inside)}."
+    return Mistake(keys, text)
 
 
 def _unknown(name: str, value: Any, where: str) -> Mistake:
@@ -231,7 +281,7 @@ def _unknown(name: str, value: Any, where: str) -> Mistake:
 # ---------------------------------------------------------------------------------------------------- building
 
 
-def _build(settings: dict[str, _Setting], mistakes: list[Mistake]) -> tuple[Config, set[str]]:
+def _build(settings: dict[str, Setting], mistakes: list[Mistake]) -> tuple[Config, set[str]]:
     """Return the typed config, and the keys whose value is in it: those of a wrong type or range go into `mistakes`."""
     try:
         return Config.model_validate(_tree(settings)), set(settings)
@@ -246,7 +296,7 @@ def _build(settings: dict[str, _Setting], mistakes: list[Mistake]) -> tuple[Conf
     return Config.model_validate(_tree(sound)), set(sound)
 
 
-def _tree(settings: dict[str, _Setting]) -> dict[str, Any]:
+def _tree(settings: dict[str, Setting]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, setting in settings.items():
         *sections, leaf = name.split(".")

@@ -1,16 +1,13 @@
-"""What is wrong with a config: a sentence for the user, and the keys that it is about."""
+"""What is wrong with a file or an override: a sentence for the user, and what is not known for it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake of the user.
-
-    keys: dotted names of all keys whose values made it one. Where the value of one of them is not known, because it was
-    refused, neither is the mistake, and it is not shown.
-    text: one sentence that names the key, its value and the cure.
-    """
+    """One mistake of the user in what was given, which is found when it is read."""
 
     keys: tuple[str, ...]
+    """Dotted names of the keys that may have another value than the config has."""
     text: str
+    """One sentence that names the key, its value and the cure."""

@@ -34,7 +34,6 @@ class QueueLimits:
     max_num_gen_batches: int = 1  # of a step; 0 or less = no limit
     on_exhausted: str = "raise"  # at that limit: or "train_partial"
     masks: bool = False  # groups without signal stay in the step, marked, instead of being dropped
-    section: str = "algorithm.dapo.dynamic_sampling"  # of the config, for messages
     max_staleness: int = 0  # weight versions between a group's oldest new token and the step that trains on it
     total_steps: int = 1 << 62  # of the run
 
@@ -445,7 +444,7 @@ class GroupQueue:
         step = self._step
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(step.filtered.items())) or "none dropped"
         return (
-            f"{limits.section}.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
+            f"algorithm.dynamic_sampling.max_num_gen_batches = {limits.max_num_gen_batches} gen batches gave "
             f"{len(self._kept)} of the {limits.train_batch_size} groups that rollout step {step.number} needs "
             f"(dropped of {step.generated.num_groups} generated: {reasons}): change the data or the model so that the "
             "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "

@@ -208,7 +208,7 @@ def make_shaping(config: Config) -> Shaping:
     """Return the punishment of over-long responses."""
     if not uses_overlong_shaping(config):
         return unshaped
-    keys = config.algorithm.dapo.overlong_reward_shaping
+    keys = config.algorithm.overlong_reward_shaping
     return partial(shape, keys=keys, max_response_length=config.data.max_response_length)
 
 

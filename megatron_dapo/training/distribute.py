@@ -72,12 +72,12 @@ class StepDistributor:
         """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the
         same of the critic, rewards of all samples if needed)."""
         config = self._config
-        shaping = config.algorithm.dapo.overlong_reward_shaping
+        shaping = config.algorithm.overlong_reward_shaping
         samples = assemble(
             groups,
             estimator=config.algorithm.adv_estimator,
             normalize_by_std=config.algorithm.norm_adv_by_std_in_grpo,
-            filter_truncated=config.algorithm.dapo.enable and shaping.enable and shaping.filter_truncated,
+            filter_truncated=shaping.enable and shaping.filter_truncated,
         )
         actor = config.actor_rollout_ref.actor
         if self._experts is not None:

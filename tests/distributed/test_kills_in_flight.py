@@ -52,9 +52,8 @@ def make_config(folder: Path, urls: list[str]) -> Config:
             f"{rollout}.server_urls=[{','.join(urls)}]",
             "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
             "algorithm.rollout_correction.rollout_is=token",
-            "algorithm.dapo.enable=true",
-            "algorithm.dapo.dynamic_sampling.enable=true",
-            "algorithm.dapo.dynamic_sampling.max_num_gen_batches=20",
+            "algorithm.dynamic_sampling.enable=true",
+            "algorithm.dynamic_sampling.max_num_gen_batches=20",
             "reward.function=tests.scripted_reward:even_length",
             "reward.num_workers=1",
             "trainer.total_training_steps=1000",

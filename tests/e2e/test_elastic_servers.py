@@ -51,9 +51,8 @@ def make_config(folder: Path, max_staleness: int, num_steps: int, *overrides: st
             f"{rollout}.max_staleness={max_staleness}",
             "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
             f"algorithm.rollout_correction.rollout_is={'token' if max_staleness else 'none'}",
-            "algorithm.dapo.enable=true",
-            "algorithm.dapo.dynamic_sampling.enable=true",
-            "algorithm.dapo.dynamic_sampling.max_num_gen_batches=20",
+            "algorithm.dynamic_sampling.enable=true",
+            "algorithm.dynamic_sampling.max_num_gen_batches=20",
             "reward.function=tests.scripted_reward:even_length",
             "reward.num_workers=1",
             "weight_sync.timeout_s=60.0",

@@ -49,8 +49,7 @@ def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         f"actor_rollout_ref.rollout.n={N}",
         *server.supervisor.overrides(),
         "actor_rollout_ref.rollout.step_timeout_s=400.0",
-        "algorithm.dapo.enable=true",
-        "algorithm.dapo.dynamic_sampling.enable=true",
+        "algorithm.dynamic_sampling.enable=true",
         "reward.function=vowel_rewards:score",
         f"trainer.run_dir={tmp_path}/run",
     ]

@@ -391,7 +391,7 @@ def test_the_command_of_the_documentation_measures_a_recipe_that_has_server_node
         "actor_rollout_ref.actor.megatron.recompute_granularity=none",
         "data.max_prompt_length=8",
         "data.max_response_length=40",
-        "algorithm.dapo.overlong_reward_shaping.buffer_len=10",
+        "algorithm.overlong_reward_shaping.buffer_len=10",
     ]
     recipe = str(REPOSITORY / words[0])
     assert main(["--config", recipe, *here, "--output", str(tmp_path / "new")]) == 0

@@ -283,9 +283,8 @@ def test_the_tables_offer_what_the_config_allows():
         return set(type(section).model_fields[key].annotation.__args__)
 
     config = Config()
-    dapo = config.algorithm.dapo
-    assert choices(dapo.dynamic_sampling, "filter_mode") == set(FILTER_MODES)
-    assert choices(dapo.overlong_reward_shaping, "soft_penalty_mode") == set(TRUNCATION_MODES)
+    assert choices(config.algorithm.dynamic_sampling, "filter_mode") == {*FILTER_MODES, *FILTER_METRICS}
+    assert choices(config.algorithm.overlong_reward_shaping, "soft_penalty_mode") == set(TRUNCATION_MODES)
     assert choices(config.algorithm, "kl_penalty") == {*KL_PENALTIES, FULL_KL}
     assert choices(config.actor_rollout_ref.actor, "kl_loss_type") == {*KL_PENALTIES, FULL_KL}
     assert choices(config.algorithm.kl_ctrl, "type") == set(KL_CONTROLLERS)

@@ -113,7 +113,7 @@ def test_what_makes_the_demo_equal_to_trls_run_is_a_valid_config(case, tmp_path)
         str(config_path("demo.yaml")), [*overrides, *prompt_files(*write_files(tmp_path / "prompts"))]
     )
     assert config.trainer.total_training_steps == case.num_steps > case.warm_up
-    assert not config.algorithm.dapo.dynamic_sampling.enable
+    assert not config.algorithm.dynamic_sampling.enable
 
 
 def test_seconds_are_per_sample_and_the_whole_is_the_sum_of_its_parts():

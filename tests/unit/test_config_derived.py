@@ -20,8 +20,8 @@ pytestmark = pytest.mark.unit
 
 ALL_FOUR = [
     "actor_rollout_ref.actor.use_dapo=true",
-    "algorithm.dapo={enable: true, dynamic_sampling: {enable: true}}",
-    "algorithm.dapo.overlong_reward_shaping={enable: true, buffer_len: 64}",
+    "algorithm.dynamic_sampling={enable: true}",
+    "algorithm.overlong_reward_shaping={enable: true, buffer_len: 64}",
 ]
 
 
@@ -35,11 +35,11 @@ def test_all_techniques_but_the_token_level_loss_are_off_by_default():
     [
         ("actor_rollout_ref.actor.use_dapo=false", {"clip_higher"}),
         ("actor_rollout_ref.actor.clip_ratio_high=0.2", {"clip_higher"}),
-        ("algorithm.dapo.dynamic_sampling.enable=false", {"dynamic_sampling"}),
-        ("algorithm.dapo.dynamic_sampling.filter_mode=none", {"dynamic_sampling"}),
+        ("algorithm.dynamic_sampling.enable=false", {"dynamic_sampling"}),
+        ("algorithm.dynamic_sampling.filter_mode=none", {"dynamic_sampling"}),
         ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", {"token_level_loss"}),
-        ("algorithm.dapo.overlong_reward_shaping.enable=false", {"overlong_shaping"}),
-        ("algorithm.dapo.overlong_reward_shaping.penalty_factor=0", {"overlong_shaping"}),
+        ("algorithm.overlong_reward_shaping.enable=false", {"overlong_shaping"}),
+        ("algorithm.overlong_reward_shaping.penalty_factor=0", {"overlong_shaping"}),
         ("algorithm.dapo.enable=false", {"dynamic_sampling", "overlong_shaping"}),
         ("trainer.seed=3", set()),
     ],

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.aliases import ALIASES, FILTER_GROUPS
 from megatron_dapo.config.key_reference import config_reference
-from megatron_dapo.config.keys import ALIASES, known_keys, known_sections
+from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import MAX_UNKNOWN, load_config, nearest, to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import MAX_DEPTH, MAX_VALUES
@@ -92,7 +93,7 @@ def test_the_nearest_key_is_named_for_a_short_name_and_for_the_right_name_in_the
         "rollout.n": "actor_rollout_ref.rollout.n",
         "lr": LR,
         "actor_rollout_ref.actor.lr": LR,
-        "algorithm.dynamic_sampling.filter_mode": "algorithm.dapo.dynamic_sampling.filter_mode",
+        "algorithm.sampling.filter_mode": "algorithm.dynamic_sampling.filter_mode",
         "trainer.total_steps": "trainer.total_training_steps",
     }
     for unknown, known in expected.items():
@@ -149,7 +150,7 @@ def test_any_single_letter_typo_is_answered_with_the_key_that_was_meant(data):
         (f"{LR}=fast", "a number > 0"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]", "a list of 2 numbers >= 0 and < 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9, 1.0]", "a list of 2 numbers >= 0 and < 1"),
-        ("algorithm.dapo.dynamic_sampling.filter_mode=hard", "one of strict, remove_all_correct, "),
+        ("algorithm.dynamic_sampling.filter_mode=hard", "one of strict, remove_all_correct, "),
         ("trainer.logger=[console, paper]", "a list of any of console, jsonl, tensorboard"),
         ("reward.kwargs=[1]", "a mapping of names to "),
     ],
@@ -253,6 +254,59 @@ def test_a_user_error_survives_the_way_between_processes():
     assert UserError("only.").report() == "1 mistake to correct:\nonly."
 
 
+# ---------------------------------------------------------------------------------------------------- extends
+
+
+def extending(folder: Path, base: str, text: str) -> Path:
+    """Write base.yaml, and recipes/recipe.yaml that extends it by a relative path."""
+    (folder / "recipes").mkdir()
+    (folder / "base.yaml").write_text(base, encoding="utf-8")
+    path = folder / "recipes" / "recipe.yaml"
+    path.write_text(f"extends: ../base.yaml\n{text}", encoding="utf-8")
+    return path
+
+
+def test_a_file_that_extends_another_has_its_keys_and_wins_over_them(tmp_path):
+    base = "trainer: {seed: 2, nnodes: 3}\nactor: {clip_ratio: 0.1}\nreward.kwargs: {a: 1, b: 2}"
+    path = extending(
+        tmp_path, base, "trainer.seed: 4\nactor_rollout_ref: {actor: {clip_ratio: 0.3}}\nreward.kwargs: {b: 3}"
+    )
+    config = load_config(path, ["trainer.nnodes=5"])
+    assert (config.trainer.seed, config.trainer.nnodes) == (4, 5)
+    assert config.actor_rollout_ref.actor.clip_ratio == 0.3 and config.reward.kwargs == {"b": 3}
+    assert "extends" not in to_yaml(config) and load_config(written(tmp_path, to_yaml(config))) == config
+
+
+def test_a_mistake_in_an_extended_file_is_named_with_that_file(tmp_path):
+    path = extending(tmp_path, "trainer: {seed: x, nnodes: -1}\nfoo: 1", "trainer: {seed: 1}")
+    unknown, nodes = sentences(path)
+    assert "base.yaml" in unknown and "Unknown key foo" in unknown
+    assert nodes.startswith("trainer.nnodes is -1") and "base.yaml" in nodes
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "words"),
+    [
+        (None, "extends: nowhere.yaml", ["extends is nowhere.yaml", "No such file", "give the path of a YAML file"]),
+        ("a: [", "extends: base.yaml", ["extends is base.yaml", "base.yaml is not a config in YAML"]),
+        ("extends: other.yaml", "extends: base.yaml", ["extends is base.yaml", "extend other.yaml itself"]),
+        ("extends: base.yaml", "extends: base.yaml", ["extends is base.yaml", "extends a file, too"]),
+        (None, "extends: config.yaml", ["extends is config.yaml", "extends a file, too"]),
+        (None, "extends: 3", ["extends is 3", "must be the path of a YAML file, relative to this one"]),
+        (None, "extends: null", ["extends is null", "must be the path of a YAML file, relative to this one"]),
+        (None, "data: {extends: base.yaml}", ["Unknown key data.extends"]),
+    ],
+)
+def test_a_file_that_cannot_be_extended_is_one_sentence(tmp_path, base, text, words):
+    if base is not None:
+        (tmp_path / "base.yaml").write_text(base, encoding="utf-8")
+    path = written(tmp_path, f"{text}\ntrainer.nnodes: 2")
+    with pytest.raises(UserError) as error:
+        load_and_validate(path, [], check_files=False)
+    (sentence,) = error.value.sentences
+    assert all(word in sentence for word in [*words, str(path)])
+
+
 # ---------------------------------------------------------------------------------------------------- properties
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -336,7 +390,7 @@ def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):
 def test_the_soft_interval_may_be_given_as_overlong_buffer_len():
     """As the DAPO overview calls it."""
     (section,) = {name for name in known_sections() if name.endswith("overlong_reward_shaping")}
-    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.dapo.overlong_reward_shaping
+    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.overlong_reward_shaping
     assert shaping.buffer_len == 512
 
 
@@ -372,6 +426,6 @@ def test_a_mistake_under_another_spelling_is_named_as_it_was_written(tmp_path):
 
 
 def test_the_reference_lists_every_other_spelling():
-    for alias, meant in ALIASES.items():
+    for alias, meant in (ALIASES | FILTER_GROUPS).items():
         assert f"| `{alias}` | `{meant}` |" in config_reference()
         assert meant in known_keys() or meant in known_sections()

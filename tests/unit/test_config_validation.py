@@ -11,8 +11,9 @@ from tests.model_json import MODEL_JSON
 pytestmark = pytest.mark.unit
 
 # Each row: overrides that make one mistake, and words its one sentence must hold (keys, values, the cure).
-OVERLONG_ON = "algorithm.dapo.enable=true overlong.enable=true"
-SAMPLING_ON = "algorithm.dapo.enable=true sampling.enable=true"
+OVERLONG_ON = "overlong.enable=true"
+SAMPLING_ON = "sampling.enable=true"
+SPREAD = "sampling.enable=true sampling.filter_mode=acc"
 CONTRADICTIONS = [
     ("data.train_batch_size=100 actor.ppo_mini_batch_size=64", ["train_batch_size is 100", "ppo_mini_batch_size 64"]),
     ("data.train_batch_size=32 actor.ppo_mini_batch_size=64", ["train_batch_size is 32", "ppo_mini_batch_size 64"]),
@@ -72,21 +73,16 @@ CONTRADICTIONS = [
     ("actor.use_dapo=true actor.clip_ratio_c=1.28", ["clip_ratio_c is 1.28", "ends at 1.28"]),
     ("actor.clip_ratio_high=0.3", ["clip_ratio_high is 0.3", "use_dapo is false"]),
     ("actor.clip_ratio_low=0.1", ["clip_ratio_low is 0.1", "use_dapo is false"]),
-    ("sampling.enable=true", ["dynamic_sampling.enable is true", "algorithm.dapo.enable is false"]),
-    ("overlong.enable=true", ["overlong_reward_shaping.enable is true", "algorithm.dapo.enable is false"]),
-    ("algorithm.dapo.enable=true", ["algorithm.dapo.enable is true", "nothing by itself"]),
     (f"{SAMPLING_ON} rollout.n=1", ["rollout.n is 1", "2 or more"]),
-    ("sampling.form=mask", ["form is mask", "nothing is filtered", "enable"]),
+    ("sampling.form=mask", ["form is mask", "dynamic_sampling.enable is false"]),
     (f"{SAMPLING_ON} sampling.filter_mode=none sampling.form=mask", ["form is mask", "filter_mode"]),
     (f"{SAMPLING_ON} sampling.form=mask data.gen_batch_size=1024", ["gen_batch_size is 1024", "resample"]),
     ("sampling.filter_mode=remove_all_correct", ["filter_mode is remove_all_correct", "enable is false"]),
-    ("groups.on_exhausted=raise", ["on_exhausted is raise", "filter_groups.enable is false"]),
-    ("groups.enable=true sampling.form=mask", ["form is mask", "nothing is filtered"]),
-    (f"{SAMPLING_ON} groups.enable=true", ["filter_groups.enable", "dynamic_sampling.enable", "filtered once"]),
-    ("groups.enable=true rollout.n=1", ["rollout.n is 1", "filter_groups.enable is true"]),
-    ("groups.metric=score", ["metric is score", "filter_groups.enable is false"]),
-    ("groups.max_num_gen_batches=0", ["max_num_gen_batches is 0", "filter_groups.enable is false"]),
-    ("groups.enable=true data.gen_batch_size=51", ["51 x algorithm.filter_groups.max_num_gen_batches 10", "512"]),
+    ("sampling.on_exhausted=train_partial", ["on_exhausted is train_partial", "dynamic_sampling.enable is false"]),
+    (f"{SPREAD} rollout.n=1", ["rollout.n is 1", "dynamic_sampling.enable is true"]),
+    ("sampling.filter_mode=score", ["filter_mode is score", "dynamic_sampling.enable is false"]),
+    ("sampling.max_num_gen_batches=0", ["max_num_gen_batches is 0", "dynamic_sampling.enable is false"]),
+    (f"{SPREAD} data.gen_batch_size=51", ["51 x algorithm.dynamic_sampling.max_num_gen_batches 10", "512"]),
     ("rollout.max_staleness=2", ["rollout.max_staleness is 2", "rollout_correction.rollout_is is none", "to token"]),
     ("weight_sync.pause_mode=in_place", ["pause_mode is in_place", "max_staleness is 0"]),
     ("rollout.max_staleness=2 rc.rollout_token_veto_threshold=1e-4", ["rollout_is is none", "to token"]),
@@ -183,8 +179,8 @@ def test_a_contradiction_is_one_sentence_with_keys_and_values(text, words):
         f"{SAMPLING_ON} data.gen_batch_size=64",
         f"{SAMPLING_ON} sampling.filter_mode=none rollout.n=1",
         f"{SAMPLING_ON} sampling.form=mask sampling.max_num_gen_batches=3 sampling.on_exhausted=train_partial",
-        "groups.enable=true groups.metric=seq_final_reward data.gen_batch_size=1024",
-        "groups.enable=true groups.metric=seq_final_reward algorithm.use_kl_in_reward=true "
+        f"{SAMPLING_ON} sampling.filter_mode=seq_final_reward data.gen_batch_size=1024",
+        f"{SAMPLING_ON} sampling.filter_mode=seq_final_reward algorithm.use_kl_in_reward=true "
         "algorithm.kl_ctrl.kl_coef=0.01",
         "rollout.max_staleness=2 rc.rollout_is=token rc.rollout_is_threshold=0.5_5.0",
         "rollout.max_staleness=2 rc.bypass_mode=true",
@@ -200,11 +196,12 @@ def test_a_contradiction_is_one_sentence_with_keys_and_values(text, words):
         "rollout.max_staleness=2 algorithm.rollout_correction.rollout_is=token rollout.max_concurrency=64 "
         "rollout.server.max_running_requests=64",
         "rollout.max_concurrency=65 rollout.server.max_running_requests=64",
-        "groups.enable=true groups.max_num_gen_batches=0 data.gen_batch_size=1",
+        f"{SPREAD} sampling.max_num_gen_batches=0 data.gen_batch_size=1",
+        f"{SPREAD} sampling.form=mask",
         "sampling.enable=false sampling.filter_mode=remove_all_correct",
-        "groups.enable=false groups.metric=score",
         "overlong.enable=false buffer=10 overlong.penalty_factor=0.5",
         "algorithm.dapo.enable=false sampling.enable=true overlong.enable=true buffer=10",
+        "algorithm.filter_groups.enable=false algorithm.filter_groups.metric=score",
         "actor.use_dapo=false actor.clip_ratio_high=0.3",
         "actor.clip_ratio_low=null actor.clip_ratio_high=null",
         "actor.use_dapo=true actor.clip_ratio_low=null actor.clip_ratio=0.1",

@@ -58,7 +58,10 @@ def test_without_dynamic_sampling_one_gen_batch_is_handed_over_whole(folder):
         assert batch.metrics["dapo/num_filtered_groups"] == 0
 
     run_in_folder(
-        folder, scenario, Script(default=WRONG), overrides=["algorithm.dapo.enable=false", "data.gen_batch_size=6"]
+        folder,
+        scenario,
+        Script(default=WRONG),
+        overrides=["algorithm.dynamic_sampling.enable=false", "data.gen_batch_size=6"],
     )
 
 
@@ -68,9 +71,9 @@ def test_uniform_data_ends_by_policy_not_by_a_hang(folder):
             await controller.next_batch(1, 1)
         assert len(servers[0].requests) == 3 * 4 * 2
 
-    limit = "algorithm.dapo.dynamic_sampling.max_num_gen_batches=3"
+    limit = "algorithm.dynamic_sampling.max_num_gen_batches=3"
     run_in_folder(folder, scenario, Script(default=WRONG), overrides=[limit])
-    partial = "algorithm.dapo.dynamic_sampling.on_exhausted=train_partial"
+    partial = "algorithm.dynamic_sampling.on_exhausted=train_partial"
     run_in_folder(folder, scenario, Script(default=WRONG), overrides=[limit, partial])
 
 
@@ -79,8 +82,8 @@ def test_train_partial_hands_over_the_groups_there_are(folder):
         assert prompt_numbers(await controller.next_batch(1, 1)) == [5]
 
     overrides = [
-        "algorithm.dapo.dynamic_sampling.max_num_gen_batches=2",
-        "algorithm.dapo.dynamic_sampling.on_exhausted=train_partial",
+        "algorithm.dynamic_sampling.max_num_gen_batches=2",
+        "algorithm.dynamic_sampling.on_exhausted=train_partial",
     ]
     run_in_folder(folder, scenario, Script({5: MIXED}, default=RIGHT), overrides=overrides)
 
@@ -137,7 +140,7 @@ def test_evaluation_is_greedy_and_counts_every_answer(folder):
         assert prompt_numbers(await controller.next_batch(1, 1)) == [0, 1, 2, 3]  # the training prompts are untouched
 
     script = Script({0: WRONG, 1: RIGHT, 2: RIGHT}, default=MIXED)
-    overrides = [f"data.val_files=[{folder}/val.jsonl]", "algorithm.dapo.enable=false"]
+    overrides = [f"data.val_files=[{folder}/val.jsonl]", "algorithm.dynamic_sampling.enable=false"]
     run_in_folder(folder, scenario, script, overrides=overrides)
 
 
@@ -163,7 +166,7 @@ def test_a_restored_controller_goes_on_with_the_cursor_and_the_acceptance(folder
 def test_a_step_that_is_asked_to_stop_keeps_its_finished_samples_and_goes_on_with_them(folder):
     script = Script()
     script.delays = [600.0] * 3 + [0.0] * 5  # taken from the end: a group has one sample of two
-    overrides = ["actor_rollout_ref.rollout.max_concurrency=2", "algorithm.dapo.enable=false"]
+    overrides = ["actor_rollout_ref.rollout.max_concurrency=2", "algorithm.dynamic_sampling.enable=false"]
 
     async def first(controller, servers):
         step = asyncio.create_task(controller.next_batch(1, 1))

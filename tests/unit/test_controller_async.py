@@ -216,7 +216,7 @@ def test_replayed_responses_and_greedy_baselines_go_on_ahead_of_the_trainer(fold
     replay = "exp_manager.experience_replay"
     overrides = with_age(
         1,
-        "algorithm.dapo.enable=false",
+        "algorithm.dynamic_sampling.enable=false",
         "algorithm.adv_estimator=remax",
         f"{replay}.enable=true",
         f"{replay}.replay_start_ratio=0.0",
@@ -268,7 +268,7 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_push_and_nothing
 
 def test_a_restored_controller_loses_and_doubles_nothing_and_makes_no_burst(folder):
     """Stopped with finished samples of open groups; the uids go on, and the samples are not asked for again."""
-    overrides = with_age(1, "algorithm.dapo.enable=false")
+    overrides = with_age(1, "algorithm.dynamic_sampling.enable=false")
 
     async def first(controller, servers):
         servers[0].script.delays = [600.0] * 3 + [0.0] * 13  # taken from the end
@@ -309,7 +309,7 @@ def test_a_reward_that_breaks_while_the_trainer_trains_stops_the_run_and_its_pro
     rows = [json.loads(line) | {"extra_info": {}} for line in (folder / "train.jsonl").read_text().splitlines()]
     broken = [row | {"extra_info": {"crash": number >= 8}} for number, row in enumerate(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in broken))
-    overrides = with_age(1, "algorithm.dapo.enable=false")
+    overrides = with_age(1, "algorithm.dynamic_sampling.enable=false")
 
     async def breaks(controller, servers):
         await controller.next_batch(1, 0)

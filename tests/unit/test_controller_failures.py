@@ -133,7 +133,7 @@ def test_with_one_stale_server_of_two_the_gen_batch_is_finished_by_the_other(fol
         assert prompt_numbers(batch) == [4, 5, 6, 7]
         assert all(sample.weight_versions.tolist() == [1, 1] for group in batch.groups for sample in group.samples)
 
-    run_in_folder(folder, scenario, num_servers=2, overrides=["algorithm.dapo.enable=false"])
+    run_in_folder(folder, scenario, num_servers=2, overrides=["algorithm.dynamic_sampling.enable=false"])
 
 
 def test_pushes_that_do_not_help_end_with_the_server(folder):

@@ -27,7 +27,7 @@ def test_overlong_responses_are_punished_and_counted_by_finish_reason(folder):
         assert batch.metrics["reward/mean"] == 0.25 and batch.metrics["reward/raw_mean"] == 0.5
         assert batch.metrics["dapo/avg_truncation_penalty_applied"] == 0.5
 
-    keys = "algorithm.dapo.overlong_reward_shaping."
+    keys = "algorithm.overlong_reward_shaping."
     overrides = [f"{keys}enable=true", f"{keys}buffer_len=4", f"{keys}penalty_factor=0.5"]
     run_in_folder(folder, scenario, Script(default=("right_long", "wrong")), overrides=overrides)
 
@@ -132,7 +132,7 @@ def test_remax_needs_the_reward_of_one_response(folder):
         run_in_folder(
             folder,
             lambda controller, servers: None,
-            overrides=["algorithm.adv_estimator=remax", "algorithm.dapo.dynamic_sampling.enable=false"],
+            overrides=["algorithm.adv_estimator=remax", "algorithm.dynamic_sampling.enable=false"],
         )
 
 

@@ -140,11 +140,11 @@ def test_recipes_have_all_four_techniques_on_and_two_mini_batches(name, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     overrides = [f"actor_rollout_ref.model.path={tmp_path}"] if name == "demo_llm" else []
     config = recipe(name, tmp_path, *overrides)
-    actor, dapo = config.actor_rollout_ref.actor, config.algorithm.dapo
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     assert actor.use_dapo and actor.clip_ratio_high > actor.clip_ratio_low
     assert actor.loss_agg_mode == "token-mean"
-    assert dapo.enable and dapo.dynamic_sampling.enable and dapo.dynamic_sampling.filter_mode == "strict"
-    assert dapo.overlong_reward_shaping.enable and dapo.overlong_reward_shaping.buffer_len > 0
+    assert algorithm.dynamic_sampling.enable and algorithm.dynamic_sampling.filter_mode == "strict"
+    assert algorithm.overlong_reward_shaping.enable and algorithm.overlong_reward_shaping.buffer_len > 0
     assert config.data.train_batch_size == 2 * actor.ppo_mini_batch_size
     assert config.weight_sync.verify
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.keys import canonical, known_keys, show
+from megatron_dapo.config.aliases import canonical
+from megatron_dapo.config.keys import known_keys, show
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from tests.unit.test_seeds import CHOICES, CONFIGS, OPTIONS, leaves
 
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-SECTIONS = ("", "algorithm.dapo.overlong_reward_shaping.", "actor_rollout_ref.actor.")
+SECTIONS = ("", "algorithm.overlong_reward_shaping.", "actor_rollout_ref.actor.")
 PLACES = (ROOT / "tests" / "seeds" / "README.md").read_text(encoding="utf-8")
 
 

@@ -35,8 +35,8 @@ from tests.unit.test_dynamic_sampling import WRONG as ALL_WRONG
 
 pytestmark = pytest.mark.unit
 
-DAPO = ["algorithm.dapo.enable=true", "algorithm.dapo.dynamic_sampling.enable=true", "data.train_batch_size=3"]
-MASK = [*DAPO, "algorithm.dapo.dynamic_sampling.form=mask"]
+DAPO = ["algorithm.dynamic_sampling.enable=true", "data.train_batch_size=3"]
+MASK = [*DAPO, "algorithm.dynamic_sampling.form=mask"]
 GROUPS = ["data.train_batch_size=2", "algorithm.filter_groups.enable=true"]
 
 
@@ -93,7 +93,7 @@ def test_filter_groups_stops_at_its_limit_and_never_where_the_limit_is_not_posit
         assert not queue.is_ready()
 
 
-def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
+def test_at_the_limit_filter_groups_may_stop_the_run_and_names_the_key():
     queue = make_queue(
         load_config(
             None,
@@ -102,7 +102,7 @@ def test_at_the_limit_filter_groups_may_stop_the_run_and_names_its_own_key():
     )
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
-    with pytest.raises(UserError, match="algorithm.filter_groups.max_num_gen_batches = 1.*uniform 1"):
+    with pytest.raises(UserError, match="algorithm.dynamic_sampling.max_num_gen_batches = 1.*uniform 1"):
         queue.is_ready()
 
 
@@ -189,7 +189,7 @@ def test_the_controller_masks_and_says_how_many_samples_were_filtered(tmp_path, 
     async def batch():
         server = await FakeServer(script).start()
         controller = Controller(
-            make_config(tmp_path, [server], "algorithm.dapo.dynamic_sampling.form=mask", "trainer.dump_batches=true")
+            make_config(tmp_path, [server], "algorithm.dynamic_sampling.form=mask", "trainer.dump_batches=true")
         )
         try:
             await controller.start()
@@ -213,8 +213,8 @@ def test_the_controller_masks_and_says_how_many_samples_were_filtered(tmp_path, 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([*DAPO, "algorithm.dapo.dynamic_sampling.filter_mode=remove_all_correct"], "remove_all_correct mode"),
-        ([*GROUPS, "algorithm.filter_groups.metric=score"], "filter_groups metric score"),
+        ([*DAPO, "algorithm.dynamic_sampling.filter_mode=remove_all_correct"], "remove_all_correct mode"),
+        ([*GROUPS, "algorithm.filter_groups.metric=score"], "score mode"),
     ],
 )
 def test_the_log_says_how_groups_are_filtered(overrides, words):

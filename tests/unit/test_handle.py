@@ -63,7 +63,7 @@ def is_running(pid):
 def test_batches_evaluation_state_and_errors_cross_the_process_border(folder):
     with server_in_thread() as server:
         config = make_config(
-            folder, [server], "data.gen_batch_size=5", "algorithm.dapo.dynamic_sampling.max_num_gen_batches=1",
+            folder, [server], "data.gen_batch_size=5", "algorithm.dynamic_sampling.max_num_gen_batches=1",
             f"data.val_files=[{folder}/val.jsonl]", "actor_rollout_ref.rollout.dump_samples=3",
         )  # fmt: skip
         with handle_on(config) as handle:

@@ -211,7 +211,7 @@ def test_servers_that_keep_their_caches_at_a_push_prefill_nothing_again():
 
 
 def test_groups_that_are_masked_are_not_sampled_anew(capsys):
-    masked = ["algorithm.dapo.dynamic_sampling.form=mask", "data.train_batch_size=64", "data.gen_batch_size=64"]
+    masked = ["algorithm.dynamic_sampling.form=mask", "data.train_batch_size=64", "data.gen_batch_size=64"]
     arguments = ["plan", "--config", recipe("dapo_7b"), "--staleness", "0", *masked]
     assert main(arguments) == 0
     assert "100% of the groups carry signal" in capsys.readouterr().out

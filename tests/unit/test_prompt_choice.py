@@ -226,7 +226,7 @@ def test_a_resumed_run_draws_what_the_run_would_have_drawn(folder, curriculum):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [
         f"data.train_files=[{folder}/even.jsonl,{folder}/odd.jsonl]", "data.mixture=[1, 3]", "data.shuffle=true",
-        f"data.curriculum={curriculum}", "algorithm.dapo.dynamic_sampling.enable=false",
+        f"data.curriculum={curriculum}", "algorithm.dynamic_sampling.enable=false",
     ]  # fmt: skip
 
     def steps(first, last, state=None):

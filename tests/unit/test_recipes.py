@@ -25,9 +25,11 @@ from megatron_dapo.config.derived import (
     servers_per_node,
     uses_critic,
 )
-from megatron_dapo.config.loader import load_config, to_yaml
+from megatron_dapo.config.keys import value_of
+from megatron_dapo.config.loader import EXTENDS, load_config, to_yaml
 from megatron_dapo.config.recipes import recipe as path_of
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.huggingface.spec_reader import model_spec
@@ -76,6 +78,29 @@ def test_every_recipe_survives_being_written_out(name, tmp_path):
     assert load_config(tmp_path / "config.yaml", []) == recipe(name)
 
 
+def values(section: dict, prefix: str = "") -> dict[str, object]:
+    """Return key -> value of all keys of a config in one dictionary."""
+    by_key: dict[str, object] = {}
+    for key, value in section.items():
+        by_key |= values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return by_key
+
+
+def stated(path: Path) -> dict[str, object]:
+    """Return what a recipe's file itself says, by the dotted names of the keys."""
+    return values(parse_yaml(path.read_text(encoding="utf-8"))[0])
+
+
+EXTENDING = [path for path in sorted(CONFIGS.rglob("*.yaml")) if EXTENDS in stated(path)]
+
+
+@pytest.mark.parametrize("path", EXTENDING, ids=lambda path: path.stem)
+def test_a_recipe_that_extends_another_states_nothing_but_its_differences(path):
+    keys = stated(path)
+    base, config = load_config(path.parent / keys.pop(EXTENDS)), load_config(path)
+    assert keys and [key for key in keys if value_of(config, key) == value_of(base, key)] == []
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if "dapo_" in name])
 def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name):
     config = recipe(name)
@@ -97,14 +122,13 @@ PUBLISHED = {
     "algorithm.adv_estimator": "grpo",
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
-    "algorithm.dapo.enable": True,
-    "algorithm.dapo.dynamic_sampling.enable": True,
-    "algorithm.dapo.dynamic_sampling.filter_mode": "strict",
-    "algorithm.dapo.dynamic_sampling.max_num_gen_batches": 10,
-    "algorithm.dapo.overlong_reward_shaping.enable": True,
-    "algorithm.dapo.overlong_reward_shaping.buffer_len": 4096,
-    "algorithm.dapo.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
-    "algorithm.dapo.overlong_reward_shaping.penalty_factor": 1.0,
+    "algorithm.dynamic_sampling.enable": True,
+    "algorithm.dynamic_sampling.filter_mode": "strict",
+    "algorithm.dynamic_sampling.max_num_gen_batches": 10,
+    "algorithm.overlong_reward_shaping.enable": True,
+    "algorithm.overlong_reward_shaping.buffer_len": 4096,
+    "algorithm.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
+    "algorithm.overlong_reward_shaping.penalty_factor": 1.0,
     "actor_rollout_ref.rollout.n": 16,
     "actor_rollout_ref.rollout.temperature": 1.0,
     "actor_rollout_ref.rollout.top_p": 1.0,
@@ -173,7 +197,7 @@ def discarded_share(train_batch_size: int, gen_batch_size: int, acceptance: floa
 def test_the_reference_runs_recipes_train_on_their_own_weights_and_discard_little(name, acceptance):
     config = recipe(name)
     assert discarded_share(config.data.train_batch_size, gen_batch_size(config), acceptance) < 0.15
-    sampling = config.algorithm.dapo.dynamic_sampling
+    sampling = config.algorithm.dynamic_sampling
     num_prompts = sampling.max_num_gen_batches * gen_batch_size(config)
     assert acceptance * num_prompts > config.data.train_batch_size and sampling.on_exhausted == "train_partial"
     assert config.actor_rollout_ref.rollout.max_staleness == 0
@@ -192,14 +216,6 @@ def test_the_reference_runs_recipes_fill_their_nodes_and_take_16_optimizer_steps
     assert (samples_per_rollout_step(config), num_optimizer_steps_per_rollout_step(config)) == (8192, 16)
     assert actor.max_tokens_per_microbatch >= config.data.max_prompt_length + config.data.max_response_length
     assert config.data.val_files and config.trainer.test_freq > 0
-
-
-def values(section: dict, prefix: str = "") -> dict[str, object]:
-    """Return key -> value of all keys of a config in one dictionary."""
-    by_key: dict[str, object] = {}
-    for key, value in section.items():
-        by_key |= values(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return by_key
 
 
 def test_the_asynchronous_recipe_differs_from_the_synchronous_one_by_steps_split_and_age_alone():
@@ -307,9 +323,9 @@ def test_a_baseline_differs_from_its_recipe_by_the_algorithm_alone(names):
 
 def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
     config = recipe("alfworld_dapo_3b.yaml")
-    actor, shaping = config.actor_rollout_ref.actor, config.algorithm.dapo.overlong_reward_shaping
+    actor, shaping = config.actor_rollout_ref.actor, config.algorithm.overlong_reward_shaping
     assert (shaping.truncation_penalty, shaping.soft_penalty_mode, shaping.buffer_len) == (-0.3, "additive", 0)
-    assert config.algorithm.dapo.dynamic_sampling.filter_mode == "strict"
+    assert config.algorithm.dynamic_sampling.filter_mode == "strict"
     assert (effective_clip(config), actor.loss_agg_mode) == ((0.2, 0.28), "token-mean")
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     assert (

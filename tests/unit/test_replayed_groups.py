@@ -149,7 +149,7 @@ def test_prompts_that_are_solved_are_not_replayed(folder):
         await controller.next_batch(1, 1)
         return await controller.next_batch(2, 1)
 
-    batch = run(folder, scenario, script, "algorithm.dapo.enable=false", "algorithm.dapo.dynamic_sampling.enable=false")
+    batch = run(folder, scenario, script, "algorithm.dynamic_sampling.enable=false")
     assert [group.prompt.text for group in batch.groups if replayed(group)] == ["p2"]
     assert batch.metrics["replay/num_retired"] == 3
 
@@ -159,7 +159,7 @@ def test_wrong_responses_only_leave_nothing_to_replay(folder):
         await controller.next_batch(1, 1)
         return (await controller.next_batch(2, 1)).metrics
 
-    overrides = ["algorithm.dapo.enable=false", "algorithm.dapo.dynamic_sampling.enable=false"]
+    overrides = ["algorithm.dynamic_sampling.enable=false"]
     metrics = run(folder, scenario, Script(default=WRONG), *overrides)
     assert metrics["replay/num_prompts"] == metrics["replay/num_replayed_groups"] == 0
     assert "replay/age_mean" not in metrics

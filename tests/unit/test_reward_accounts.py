@@ -39,7 +39,7 @@ def score(data_sources, responses, ground_truths, extra_infos):
     return [verdict(response, extra_info) for response, extra_info in zip(responses, extra_infos)]
 """,
 }
-NO_FILTER = "algorithm.dapo.dynamic_sampling.enable=false"
+NO_FILTER = "algorithm.dynamic_sampling.enable=false"
 
 
 @pytest.fixture

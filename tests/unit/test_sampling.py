@@ -53,7 +53,7 @@ def first_batch(folder, estimator, *overrides):
 
     async def scenario():
         server = await GreedyServer(Script()).start()
-        sampling = "algorithm.dapo.dynamic_sampling.enable=false"
+        sampling = "algorithm.dynamic_sampling.enable=false"
         controller = Controller(with_estimator(make_config(folder, [server], sampling, *overrides), estimator))
         try:
             await controller.start()
@@ -67,8 +67,8 @@ def first_batch(folder, estimator, *overrides):
 
 
 SHAPING = [
-    "algorithm.dapo.overlong_reward_shaping.enable=true",
-    "algorithm.dapo.overlong_reward_shaping.truncation_penalty=-0.25",
+    "algorithm.overlong_reward_shaping.enable=true",
+    "algorithm.overlong_reward_shaping.truncation_penalty=-0.25",
     "actor_rollout_ref.rollout.top_p=0.9",
 ]
 
@@ -118,7 +118,7 @@ class TwoTurns:
         pass
 """
 MULTI_TURN = [
-    "algorithm.dapo.dynamic_sampling.enable=false",
+    "algorithm.dynamic_sampling.enable=false",
     "actor_rollout_ref.rollout.multi_turn.enable=true",
     "actor_rollout_ref.rollout.multi_turn.environment=two_turns:TwoTurns",
     "actor_rollout_ref.rollout.multi_turn.num_workers=4",

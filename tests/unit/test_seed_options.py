@@ -302,9 +302,9 @@ def test_the_value_loss(config, loss):
         ("sampling.filter_mode=remove_all_correct", [1, 2]),
         ("sampling.filter_mode=remove_all_incorrect", [0, 1]),
         ("sampling.filter_mode=none", [0, 1, 2]),
-        ("sampling.enable=false", [0, 1, 2]),
+        ("sampling.enable=false overlong.enable=true", [0, 1, 2]),
         ("algorithm.dapo.enable=false", [0, 1, 2]),
-        ("sampling.enable=false groups.enable=true groups.max_num_gen_batches=1", [1]),
+        ("algorithm.dapo.enable=false groups.enable=true groups.max_num_gen_batches=1", [1]),
     ),
 )
 def test_the_filter_of_groups(config, kept):
@@ -342,7 +342,7 @@ def shaped(config: Config, reward: float, num_tokens: int = 100, is_truncated: b
         "algorithm.dapo.enable=true overlong.enable=true data.max_response_length=100",
         ("overlong.truncation_penalty=-0.5", 0.5),
         ("overlong.truncation_penalty=-0.3", 0.7),
-        ("overlong.enable=false", 1.0),
+        ("overlong.enable=false sampling.enable=true", 1.0),
         ("algorithm.dapo.enable=false", 1.0),
         # DAPO eq. 13: the last 20 tokens cost up to 1 (or penalty_factor)
         ("overlong.buffer_len=20", 0.0),

@@ -42,7 +42,7 @@ def test_a_run_that_fine_tunes_needs_no_key_of_reinforcement_learning():
         "actor_rollout_ref.actor.use_kl_loss=true",
         "actor_rollout_ref.actor.ppo_epochs=2",
         "algorithm.adv_estimator=rloo",
-        "algorithm.dapo.dynamic_sampling.enable=true",
+        "algorithm.dynamic_sampling.enable=true",
         "critic.optim.lr=1e-3",
         "reward.function=math_dapo",
         "weight_sync.verify=true",

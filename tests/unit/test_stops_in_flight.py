@@ -26,7 +26,7 @@ OVERRIDES = (
     f"data.max_response_length={LIMIT}",
     "data.gen_batch_size=6",
     "actor_rollout_ref.rollout.max_concurrency=8",
-    "algorithm.dapo.dynamic_sampling.max_num_gen_batches=50",
+    "algorithm.dynamic_sampling.max_num_gen_batches=50",
     "algorithm.rollout_correction.rollout_is=token",
     "trainer.total_training_steps=1000",
 )

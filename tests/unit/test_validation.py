@@ -88,7 +88,7 @@ def test_training_is_sampled_while_held_out_prompts_are_answered(folder):
         metrics = await controller.evaluate(0, 1)
         assert metrics["val/num_prompts"] == 3 and len(servers[0].requests) == 3 + 8
 
-    overrides = [val_file(folder, "a", "a", "a"), "algorithm.dapo.enable=false"]
+    overrides = [val_file(folder, "a", "a", "a"), "algorithm.dynamic_sampling.enable=false"]
     run_in_folder(folder, scenario, overrides=overrides)
 
 
@@ -126,7 +126,7 @@ def test_an_evaluation_of_kept_answers_costs_no_more_than_its_own_requests(folde
             servers = [await WritingServer(lambda: 6, 0.005, version=0).start() for _ in range(2)]
             overrides = [
                 val_file(folder, *["a"] * 6), f"{VAL_N}=2", "actor_rollout_ref.rollout.val_temperature=1.0",
-                "actor_rollout_ref.rollout.max_staleness=1", CORRECTED, "algorithm.dapo.enable=false",
+                "actor_rollout_ref.rollout.max_staleness=1", CORRECTED, "algorithm.dynamic_sampling.enable=false",
                 "trainer.total_training_steps=7",
             ]  # fmt: skip
             controller = Controller(make_config(folder, servers, *overrides))

@@ -23,7 +23,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import replaces_groups
-from megatron_dapo.config.key_names import MEGATRON, WITHOUT_SERVERS
+from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
@@ -97,7 +97,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     name, model_json = model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
     if config.trainer.replay or config.sft.enable:
-        key, value = next((key, value) for key in WITHOUT_SERVERS if (value := value_of(config, key)))
+        key, value = next((key, value) for key in ("trainer.replay", "sft.enable") if (value := value_of(config, key)))
         raise UserError(
             f"{key} is {show_text(value)}, whose batches come from no server; there is no sampling to plan: leave it "
             f"out."

@@ -39,6 +39,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.queue.group_filter import FILTER_METRICS
 from megatron_dapo.storage.run_folder import RunFolder
 
 LABEL_WIDTH = 14
@@ -137,7 +138,7 @@ def _rollout_step(config: Config) -> Iterator[str]:
 
 def _techniques(config: Config) -> Iterator[str]:
     low, high = effective_clip(config)
-    shaping = config.algorithm.dapo.overlong_reward_shaping
+    shaping = config.algorithm.overlong_reward_shaping
     soft = f"soft buffer {shaping.buffer_len}" if shaping.buffer_len else f"truncation {shaping.truncation_penalty:g}"
     details = {
         "clip_higher": f"ratio clipped to [{1 - low:g}, {1 + high:g}]",
@@ -178,15 +179,11 @@ def _correction(config: Config) -> str:
 
 
 def _dynamic_sampling(config: Config) -> str:
-    sampling = config.algorithm.dapo.dynamic_sampling
-    groups = config.algorithm.filter_groups
-    if not groups.enable and sampling.form == "mask":
-        return f"{sampling.filter_mode}, by advantages of 0"
-    by = f"spread of {groups.metric}"
-    limit = groups.max_num_gen_batches
-    if not groups.enable:
-        by = sampling.filter_mode
-        limit = sampling.max_num_gen_batches
+    sampling = config.algorithm.dynamic_sampling
+    by = f"spread of {sampling.filter_mode}" if sampling.filter_mode in FILTER_METRICS else sampling.filter_mode
+    if sampling.form == "mask":
+        return f"{by}, by advantages of 0"
+    limit = sampling.max_num_gen_batches
     return f"{by}, {f'at most {limit}' if limit > 0 else 'any number of'} gen batches"
 
 

@@ -17,32 +17,30 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, MayChangeOnResu
 
 
 class DynamicSamplingConfig(Section):
+    """Groups without signal, which would train nothing, and what becomes of them."""
+
     enable: bool = False
-    """Sample until `data.train_batch_size` groups carry signal; acts only with `algorithm.dapo.enable`. The same
-    mechanism has a second set of keys, `algorithm.filter_groups`; both on is refused, see docs/algorithms.md."""
-    filter_mode: WhileEnabled[Literal["strict", "remove_all_correct", "remove_all_incorrect", "none"]] = "strict"
-    """Which groups are dropped, by raw correctness: all right or all wrong; all right; all wrong; none."""
-    form: Literal["resample", "mask"] = "resample"
+    """Sample until `data.train_batch_size` groups carry signal, or mask the others."""
+    filter_mode: WhileEnabled[
+        Literal[
+            "strict",
+            "remove_all_correct",
+            "remove_all_incorrect",
+            "none",
+            "acc",
+            "score",
+            "seq_reward",
+            "seq_final_reward",
+        ]
+    ] = "strict"
+    """Which groups are dropped. By raw correctness: all right or all wrong (strict), all right, all wrong, none. By a
+    metric that all responses have the same of: correctness (acc), the raw reward (score), the shaped reward (seq_reward
+    and seq_final_reward; a KL penalty in the reward is subtracted after groups are chosen)."""
+    form: WhileEnabled[Literal["resample", "mask"]] = "resample"
     """What becomes of those groups: others are sampled in their place; or they stay, with advantages of 0."""
-    max_num_gen_batches: PositiveInt = 10
-    """Gen batches of one rollout step before `on_exhausted` decides."""
-    on_exhausted: Literal["raise", "train_partial"] = "raise"
-    """At the limit: stop with the counts, or train on the groups there are."""
-
-
-class FilterGroupsConfig(Section):
-    """Dynamic sampling by the spread of a metric, under verl's names; with `dapo.dynamic_sampling` on it is refused."""
-
-    enable: bool = False
-    """Sample until the responses of `data.train_batch_size` groups differ in `metric`; acts without
-    `algorithm.dapo.enable`. The same mechanism as `algorithm.dapo.dynamic_sampling`, by another rule; both on is
-    refused."""
-    metric: WhileEnabled[Literal["acc", "score", "seq_reward", "seq_final_reward"]] = "acc"
-    """What a group's responses must not all have the same of: correctness; the raw reward; the shaped reward, under
-    either name (a KL penalty in the reward is subtracted after groups are chosen)."""
     max_num_gen_batches: WhileEnabled[BoundedInt] = 10
     """Gen batches of one rollout step before `on_exhausted` decides; 0 or less = no limit."""
-    on_exhausted: WhileEnabled[Literal["raise", "train_partial"]] = "train_partial"
+    on_exhausted: WhileEnabled[Literal["raise", "train_partial"]] = "raise"
     """At the limit: stop with the counts, or train on the groups there are."""
 
 
@@ -63,13 +61,6 @@ class OverlongRewardShapingConfig(Section):
     """How `truncation_penalty` acts on the reward, see docs/algorithms.md."""
     filter_truncated: WhileEnabled[bool] = False
     """Overlong filtering: give the tokens of truncated responses no loss."""
-
-
-class DapoConfig(Section):
-    enable: bool = False
-    """Switch of dynamic sampling and overlong reward shaping; each has its own switch too."""
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    overlong_reward_shaping: OverlongRewardShapingConfig = OverlongRewardShapingConfig()
 
 
 class KLControlConfig(Section):
@@ -125,5 +116,5 @@ class AlgorithmConfig(Section):
     """KL estimator of the penalty in the reward; full = the KL itself, over the whole vocabulary."""
     kl_ctrl: KLControlConfig = KLControlConfig()
     rollout_correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
-    filter_groups: FilterGroupsConfig = FilterGroupsConfig()
-    dapo: DapoConfig = DapoConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    overlong_reward_shaping: OverlongRewardShapingConfig = OverlongRewardShapingConfig()

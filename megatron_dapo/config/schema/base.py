@@ -1,6 +1,6 @@
 """What every section of the config tree is made of."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,7 +21,18 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+class Refused(Exception):
+    """A key is read whose value is not known, since what somebody gave for it was refused."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    if not TYPE_CHECKING:  # all attributes would be there
+
+        def __getattr__(self, name: str) -> Any:
+            if name in type(self).model_fields:
+                raise Refused(name)
+            return super().__getattr__(name)
