@@ -6,8 +6,9 @@ techniques are how published recipes fail.
 
 from collections.abc import Iterator
 
-from megatron_dapo.config.built_ins import IMPORT_PATH
+from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
 from megatron_dapo.config.derived import (
+    advantage_estimator,
     clip_keys,
     effective_clip,
     gen_batch_size,
@@ -287,11 +288,11 @@ def _overlong_penalties(config: Config) -> Iterator[Mistake]:
 
 def estimators(config: Config) -> Iterator[Mistake]:
     chosen = config.algorithm.adv_estimator
-    if chosen == "rloo" and config.actor_rollout_ref.rollout.n == 1:
+    if advantage_estimator(config).needs_others and config.actor_rollout_ref.rollout.n == 1:
         yield Mistake(
             (ESTIMATOR, N),
-            f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but {N} is 1; "
-            f"set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus.",
+            f"{ESTIMATOR} is {chosen}, which compares a response with the others of its group, but {N} is 1; "
+            f"set n to 2 or more, or {ESTIMATOR} to {' or '.join(estimators_with(per_token=True))}.",
         )
 
 
@@ -318,11 +319,12 @@ def _replayed_groups(config: Config) -> Iterator[Mistake]:
     n = config.actor_rollout_ref.rollout.n
     estimator = config.algorithm.adv_estimator
     size = gen_batch_size(config)
-    if estimator in ("gae", "reinforce_plus_plus"):
+    if advantage_estimator(config).per_token:
         yield Mistake(
             (f"{REPLAY}.enable", ESTIMATOR),
-            f"{REPLAY}.enable is true, but {ESTIMATOR} is {estimator}, which takes every token for one of "
-            f"the current policy; set adv_estimator to grpo, rloo or remax, or enable to false.",
+            f"{REPLAY}.enable is true, but {ESTIMATOR} is {estimator}, which takes every token for one of the "
+            f"current policy; set adv_estimator to {' or '.join(estimators_with(per_token=False))}, or enable to "
+            f"false.",
         )
     if n == 1:
         yield Mistake(

@@ -111,7 +111,7 @@ class Group:
     """One use of a prompt, and the n responses to it: while they are sampled a replayed one, and those finished.
 
     uid: new for every use, so that a prompt that is drawn twice makes two groups.
-    baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator asks for it (remax).
+    baseline_reward: shaped reward of one greedy answer beside them, where the advantage estimator needs it.
     keep: False where dynamic sampling found no signal and masks the group: it is trained on with advantages of 0.
     version: of the weights that the servers had confirmed when the prompt was drawn; no new token is older.
     partials: what an open group has of responses that are not finished, when it is not being sampled.

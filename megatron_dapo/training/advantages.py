@@ -3,6 +3,7 @@
 Estimates over a group without a KL penalty are finished when the groups are assembled (data/batching.py).
 """
 
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, last_counted
+from megatron_dapo.algorithms.gae import TokenRewards, last_counted
 from megatron_dapo.algorithms.kl import FULL_KL, FixedKLController, kl_penalty
 from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
-from megatron_dapo.config.derived import uses_kl_in_reward
+from megatron_dapo.config.derived import advantage_estimator, uses_kl_in_reward
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import group_estimates
 from megatron_dapo.data.packing import MicroBatch
@@ -31,7 +32,7 @@ def estimate_advantages(
     Needs old and reference log-probs with a KL penalty in the reward, and the critic's values for gae, on the last
     stage, where the loss is. Neither the advantages nor the metrics depend on how the step was cut.
     """
-    if config.algorithm.adv_estimator in TOKEN_ESTIMATORS:
+    if advantage_estimator(config).per_token:
         return _per_token(shard, controller, config, layout)
     if uses_kl_in_reward(config):
         return _per_group(shard, controller, config, layout)
@@ -88,7 +89,7 @@ def _estimate(
     rewards = torch.where(is_end, reward_of_segment[batch.segment_ids], 0) - coefficient * kl
     values = None if batch.values is None else batch.values.double()
     tokens = TokenRewards(rewards, counted, is_end, values, algorithm.gamma, algorithm.lam)
-    return TOKEN_ESTIMATORS[algorithm.adv_estimator](tokens)
+    return pkgutil.resolve_name(advantage_estimator(config).function)(tokens)
 
 
 def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], total: Tensor) -> StepShard:

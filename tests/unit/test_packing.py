@@ -31,9 +31,7 @@ def make_sample(sample_id: int, length: int, num_prompt: int = 1, uid: str = "g"
         tokens=1000 * (sample_id + 1) + np.arange(length),
         loss_mask=written,
         rollout_log_probs=-written * (sample_id + 1),
-        reward=0.0,
         advantage=float(sample_id + 1),
-        correct=True,
         weight_versions=(1000 * sample_id + 100 + np.arange(length)) * written.astype(np.int64),
     )
 
