@@ -45,17 +45,21 @@ def gae(
 
 
 class TokenRewards(NamedTuple):
-    """The rewards of a micro-batch token by token, and what an estimator may need beside them; one shape [..., T].
+    """The tokens of a micro-batch, as their estimator sees them. Tensors are [..., T].
 
-    is_end: the last counted token of each response. A row may hold several responses one after another.
+    A row may hold several responses, one after another.
     """
 
     rewards: Tensor
+    """Float64: the shaped reward at the response's last counted token, minus a KL penalty in the reward."""
     counted: Tensor
+    """True where the model wrote the token and it has a loss."""
     is_end: Tensor
-    values: Tensor | None = None
-    gamma: float = 1.0
-    lam: float = 1.0
+    """True at the last counted token of each response."""
+    values: Tensor | None
+    """Of the critic, if there is one."""
+    gamma: float
+    lam: float
 
 
 def critic_advantages(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
