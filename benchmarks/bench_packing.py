@@ -59,9 +59,7 @@ def samples_of(num_samples: int) -> list[TrainSample]:
             tokens=integers[:length],
             loss_mask=nothing[:length],
             rollout_log_probs=nothing[:length],
-            reward=0.0,
             advantage=0.0,
-            correct=False,
             weight_versions=integers[:length],
         )
         for i, length in enumerate(lengths)

@@ -1,22 +1,17 @@
 """How many responses a second each kind of reward scores, all on the same responses in one run: reward functions of
 each form, the tests of programs in their sandbox, a reward model and a judge that real SGLang servers serve.
 
-With --kills the reward model's server is killed (SIGKILL) so often while responses come, and started again by its
-supervisor; it fails where a response goes without its score, or gets another one than before.
-
-python -m benchmarks.bench_rewards [--quick] [--responses N] [--kills N] [--json FILE]
+python -m benchmarks.bench_rewards [--quick] [--responses N] [--json FILE]
 """
 
 import argparse
 import asyncio
 import json
 import logging
-import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +34,6 @@ NUM_WORKERS = 2
 QUESTION = "read numbers from one line and print their sum"
 TESTS = json.dumps({"inputs": ["1 2 3\n", "-4 4\n"], "outputs": ["6\n", "0\n"]})
 JUDGE_TOKENS = 8
-MAX_DIFFERENCE = 1e-5  # of two scores of one response, in float32 by batches of other sizes
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,8 @@ def cases(served: Served) -> list[Case]:
     ]
 
 
-async def scored(
-    config: Config, texts: Sequence[str], on_begin: Callable[[], object] = lambda: None
-) -> tuple[list[RewardResult], float]:
-    """Return the verdicts on all responses, asked for at once, and seconds; what has to start has started before
-    `on_begin`."""
+async def scored(config: Config, texts: Sequence[str]) -> tuple[list[RewardResult], float]:
+    """Return the verdicts on all responses, asked for at once, and seconds, without those of the start."""
     reward = config.reward
     pool = RewardPool(reward.function, {}, NUM_WORKERS, 60.0, 4096)
     scorers = make_scorers(config)
@@ -100,7 +91,6 @@ async def scored(
         return await pool.score_group("taco", group_texts, TESTS)
 
     try:
-        on_begin()
         began = time.perf_counter()
         if pool.scores_groups:
             groups = (of_group(texts[start : start + GROUP_SIZE]) for start in range(0, len(texts), GROUP_SIZE))
@@ -135,45 +125,9 @@ def measured(folder: Path, served: Served, number: int) -> list[dict]:
     return rows
 
 
-async def through_kills(servers: RunServers, config: Config, texts: Sequence[str], kills: int) -> dict:
-    """Return the account of as many rounds of responses as kills, of which each has one in it."""
-    before, seconds_before = await scored(config, texts)
-    looking = asyncio.create_task(_kept_alive(servers))
-    began = time.perf_counter()
-    num_scored = num_lost = num_changed = 0
-    loop = asyncio.get_running_loop()
-    try:
-        for _ in range(kills):
-            *_, pid = servers.pids()
-
-            def kill_in_the_middle(victim: int = pid) -> None:
-                loop.call_later(seconds_before / 2, os.kill, victim, signal.SIGKILL)
-
-            results, _ = await scored(config, texts, kill_in_the_middle)
-            num_scored += len(results)
-            num_lost += sum(result.error is not None for result in results)
-            pairs = zip(results, before, strict=True)
-            num_changed += sum(abs(result.score - earlier.score) > MAX_DIFFERENCE for result, earlier in pairs)
-    finally:
-        looking.cancel()
-    return {
-        "num_kills": kills,
-        "num_responses": num_scored,
-        "num_without_score": num_lost,
-        "num_other_scores": num_changed,
-        "seconds": time.perf_counter() - began,
-    }
-
-
-async def _kept_alive(servers: RunServers) -> None:
-    while True:
-        await asyncio.to_thread(servers.check)
-        await asyncio.sleep(0.2)
-
-
 @contextmanager
-def serving(folder: Path, kills: int) -> Iterator[tuple[RunServers, Served]]:
-    """Yield servers of a tiny reward model and of a tiny judge, and what names them."""
+def serving(folder: Path) -> Iterator[Served]:
+    """Serve a tiny reward model and a tiny judge, and yield the keys that name them."""
     judge = make_tiny(folder / "judge", "qwen2")
     (judge / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     model = make_tiny_classifier(folder / "model", "qwen2")
@@ -183,7 +137,6 @@ def serving(folder: Path, kills: int) -> Iterator[tuple[RunServers, Served]]:
         f"actor_rollout_ref.model.path={judge}",
         f"reward.model.path={model}",
         f"{rollout}.server.startup_timeout_s=300.0",
-        f"{rollout}.server.max_restarts={kills + 1}",
     ]
     servers = RunServers.of(load_config(None, keys), folder)
     servers.start()
@@ -203,7 +156,7 @@ def serving(folder: Path, kills: int) -> Iterator[tuple[RunServers, Served]]:
             "reward.judge.prompt={response}",
             r"reward.judge.pattern=(\d)",
         ]
-        yield servers, Served(tuple(of_model), tuple(of_judge))
+        yield Served(tuple(of_model), tuple(of_judge))
     finally:
         servers.stop()
 
@@ -212,27 +165,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_rewards", description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few responses")
     parser.add_argument("--responses", type=int, default=4096, metavar="N", help="of the fast kinds (4096)")
-    parser.add_argument("--kills", type=int, default=0, metavar="N", help="of the reward model's server, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)  # a random judge gives few scores
     number = 128 if arguments.quick else arguments.responses
-    with (
-        tempfile.TemporaryDirectory(prefix="rewards-") as name,
-        serving(Path(name), arguments.kills) as (servers, served),
-    ):
+    with tempfile.TemporaryDirectory(prefix="rewards-") as name, serving(Path(name)) as served:
         rows = measured(Path(name), served, number)
-        account = {}
-        if arguments.kills:
-            config = load_config(None, [f"trainer.run_dir={name}/run", "reward.function=none", *served.model])
-
-            account = asyncio.run(through_kills(servers, config, responses(number // 4), arguments.kills))
-    show(rows, account)
-    written("rewards", torch.device("cpu"), rows, arguments.json, **({"kills": account} if account else {}))
+    show(rows)
+    written("rewards", torch.device("cpu"), rows, arguments.json)
 
 
-def show(rows: Sequence[dict], account: dict) -> None:
-    """Print a line for each kind of reward, and what became of the kills."""
+def show(rows: Sequence[dict]) -> None:
+    """Print a line for each kind of reward."""
     table = plain_table("one run", ("reward", "responses", "no verdict", "per second", "of the plain function's"))
     for row in rows:
         table.add_row(
@@ -243,12 +187,6 @@ def show(rows: Sequence[dict], account: dict) -> None:
             f"{row['of_plain']:.3f}",
         )
     Console(width=110).print(table)
-    if account:
-        print(
-            f"{account['num_kills']} kills of the reward model's server in {account['seconds']:.0f} s: "
-            f"{account['num_responses']} responses, {account['num_without_score']} without a score, "
-            f"{account['num_other_scores']} with another than before"
-        )
 
 
 if __name__ == "__main__":

@@ -269,7 +269,7 @@ def log_probs(model: "ModelParts", layout: "ParallelLayout", sequences: list[lis
         mask = np.ones(len(tokens), dtype=np.float32)
         mask[-1] = 0
         row = np.array(tokens, dtype=np.int64)
-        sample = TrainSample(index, str(index), row, mask, np.zeros_like(mask), 0.0, 0.0, False, 0 * row)
+        sample = TrainSample(index, str(index), row, mask, np.zeros_like(mask), 0.0, 0 * row)
         batches.append(collate([sample], pad_multiple=layout.sequence_multiple, packed=True))
     answers = Schedule(model, model.chunks, temperature=1.0).log_probs(batches)
     if answers is None or layout.tp_rank != 0:

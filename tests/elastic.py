@@ -1,7 +1,4 @@
-"""A training run whose servers are killed while it goes on, and what must hold of it.
-
-For tests/e2e/test_elastic_servers.py, with stand-ins for the servers, and benchmarks/bench_elastic.py, with SGLang's.
-"""
+"""A training run whose servers are killed while it goes on, and what must hold of it."""
 
 import os
 import random

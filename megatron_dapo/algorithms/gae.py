@@ -1,6 +1,5 @@
-"""Generalized advantage estimation over sequences and over episodes, as one linear recurrence."""
+"""Advantages of tokens: generalized advantage estimation over sequences and episodes, as one linear recurrence."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,20 +45,25 @@ def gae(
 
 
 class TokenRewards(NamedTuple):
-    """The rewards of a micro-batch token by token, and what an estimator may need beside them; one shape [..., T].
+    """The tokens of a micro-batch, as their estimator sees them. Tensors are [..., T].
 
-    is_end: the last counted token of each response. A row may hold several responses one after another.
+    A row may hold several responses, one after another.
     """
 
     rewards: Tensor
+    """Float64: the shaped reward at the response's last counted token, minus a KL penalty in the reward."""
     counted: Tensor
+    """True where the model wrote the token and it has a loss."""
     is_end: Tensor
-    values: Tensor | None = None
-    gamma: float = 1.0
-    lam: float = 1.0
+    """True at the last counted token of each response."""
+    values: Tensor | None
+    """Of the critic, if there is one."""
+    gamma: float
+    lam: float
 
 
-def _gae(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+def critic_advantages(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+    """Return (advantages before whitening, returns) by GAE (arXiv 1506.02438)."""
     assert tokens.values is not None, "a critic has scored these tokens"
     return gae(
         tokens.rewards,
@@ -71,17 +75,10 @@ def _gae(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
     )
 
 
-def _reinforce_plus_plus(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+def discounted_returns(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
+    """Return (advantages before whitening, returns) by REINFORCE++ (arXiv 2501.03262): GAE without a critic, lam 1."""
     values = torch.zeros_like(tokens.rewards)
     return gae(tokens.rewards, values, gamma=tokens.gamma, lam=1.0, mask=tokens.counted, done=tokens.is_end)
-
-
-# algorithm.adv_estimator -> (advantages per token before whitening, returns). reinforce_plus_plus: discounted returns
-# (arXiv 2501.03262), which are GAE without a critic and with lam = 1.
-TOKEN_ESTIMATORS: dict[str, Callable[[TokenRewards], tuple[Tensor, Tensor]]] = {
-    "gae": _gae,
-    "reinforce_plus_plus": _reinforce_plus_plus,
-}
 
 
 def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:

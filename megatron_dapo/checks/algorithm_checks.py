@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.length_checks import longest_in_words
-from megatron_dapo.config.built_ins import IMPORT_PATH
+from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
 from megatron_dapo.config.derived import (
+    advantage_estimator,
     clip_keys,
     effective_clip,
     gen_batch_size,
@@ -231,10 +232,10 @@ def filtered_truncation(config: Config) -> Iterator[str]:
 
 def estimators(config: Config) -> Iterator[str]:
     chosen = config.algorithm.adv_estimator
-    if chosen == "rloo" and config.actor_rollout_ref.rollout.n == 1:
+    if advantage_estimator(config).needs_others and config.actor_rollout_ref.rollout.n == 1:
         yield (
-            f"{ESTIMATOR} is rloo, which compares a response with the others of its group, but {N} is 1; "
-            f"set n to 2 or more, or {ESTIMATOR} to reinforce_plus_plus."
+            f"{ESTIMATOR} is {chosen}, which compares a response with the others of its group, but {N} is 1; "
+            f"set n to 2 or more, or {ESTIMATOR} to {' or '.join(estimators_with(per_token=True))}."
         )
 
 
@@ -252,10 +253,11 @@ def off_policy_clip(config: Config) -> Iterator[str]:
 
 def replay_estimator(config: Config) -> Iterator[str]:
     estimator = config.algorithm.adv_estimator
-    if uses_experience_replay(config) and estimator in ("gae", "reinforce_plus_plus"):
+    if uses_experience_replay(config) and advantage_estimator(config).per_token:
         yield (
-            f"{REPLAY}.enable is true, but {ESTIMATOR} is {estimator}, which takes every token for one of "
-            f"the current policy; set adv_estimator to grpo, rloo or remax, or enable to false."
+            f"{REPLAY}.enable is true, but {ESTIMATOR} is {estimator}, which takes every token for one of the "
+            f"current policy; set adv_estimator to {' or '.join(estimators_with(per_token=False))}, or enable to "
+            f"false."
         )
 
 

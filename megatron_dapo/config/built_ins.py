@@ -1,6 +1,7 @@
-"""What `reward.function` and `multi_turn.environment` know by name, and where it lives: imported only where it runs."""
+"""Built-in rewards, environments and advantage estimators: names and import paths, imported only where they run."""
 
 import re
+from dataclasses import dataclass
 
 BY_DATA_SOURCE = "by_data_source"
 BUILT_IN_REWARDS = {
@@ -15,5 +16,46 @@ BUILT_IN_REWARDS = {
 BUILT_IN_ENVIRONMENTS = {
     "reasoning_gym": "megatron_dapo.envs.reasoning_gym:ReasoningGym",
 }
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """The function of an advantage estimator, and what it needs."""
+
+    function: str
+    """Import path of a function of one group (`GroupRewards`), or of the tokens of a micro-batch (`TokenRewards`)."""
+    per_token: bool = False
+    """One advantage per token instead of one per response; whitened over the rollout step."""
+    discounts: bool = False
+    """It reads `algorithm.gamma`."""
+    needs_critic: bool = False
+    """It reads the critic's values and `algorithm.lam`."""
+    needs_baseline: bool = False
+    """It compares with the reward of one greedy response to the prompt."""
+    needs_others: bool = False
+    """It compares with the other responses of the group: two or more in all."""
+    divides_by_std: bool = False
+    """It reads `algorithm.norm_adv_by_std_in_grpo`."""
+
+
+_OF_GROUPS, _OF_TOKENS = "megatron_dapo.algorithms.estimators", "megatron_dapo.algorithms.gae"
+ESTIMATORS = {  # algorithm.adv_estimator
+    "grpo": Estimator(f"{_OF_GROUPS}:grpo", divides_by_std=True),
+    "rloo": Estimator(f"{_OF_GROUPS}:rloo", needs_others=True),
+    "remax": Estimator(f"{_OF_GROUPS}:remax", needs_baseline=True),
+    "gae": Estimator(f"{_OF_TOKENS}:critic_advantages", per_token=True, discounts=True, needs_critic=True),
+    "reinforce_plus_plus": Estimator(f"{_OF_TOKENS}:discounted_returns", per_token=True, discounts=True),
+}
+
+
+def estimators_with(**needs: bool) -> tuple[str, ...]:
+    """Return the names of the estimators whose rows have these values."""
+    return tuple(
+        name
+        for name, estimator in ESTIMATORS.items()
+        if all(getattr(estimator, need) == value for need, value in needs.items())
+    )
+
+
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """`package.module:function` or `package.module:Class`."""

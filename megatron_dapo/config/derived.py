@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.sizes import round_up
+from megatron_dapo.config.built_ins import ESTIMATORS, Estimator
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.config import Config
 
@@ -195,9 +196,13 @@ def num_optimizer_steps_per_rollout_step(config: Config) -> int:
     return num_mini_batches(config) * config.actor_rollout_ref.actor.ppo_epochs
 
 
+def advantage_estimator(config: Config) -> Estimator:
+    return ESTIMATORS[config.algorithm.adv_estimator]
+
+
 def uses_critic(config: Config) -> bool:
     """Return whether the advantages need values: only then a critic is built."""
-    return config.algorithm.adv_estimator == "gae"
+    return advantage_estimator(config).needs_critic
 
 
 @dataclass(frozen=True)

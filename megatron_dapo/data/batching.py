@@ -1,6 +1,7 @@
 """The way from finished groups to training samples, mini-batches and data-parallel shards. Pure and deterministic."""
 
 import math
+import pkgutil
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megatron_dapo.algorithms.estimators import GROUP_ESTIMATORS
+from megatron_dapo.algorithms.estimators import GroupRewards
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
+from megatron_dapo.config.built_ins import ESTIMATORS
 from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.data.token_arrays import (
     EXPERT,
@@ -42,13 +44,9 @@ class TrainSample:
     tokens: np.ndarray  # int32
     loss_mask: np.ndarray  # uint8, 0 or 1
     rollout_log_probs: np.ndarray  # float32, by the server; 0 where token t + 1 is not the response's
-    reward: float  # after shaping
     advantage: float  # the same for every token of the response
-    correct: bool
     weight_versions: np.ndarray  # int32, of the weights that wrote token t + 1; [1] where one version wrote them all
     exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
-    baseline_reward: float | None = None  # the group's, as is `keep`: see SampleReward
-    keep: bool = True
     # of the tokens but the last one, each in its own place (data/routed_experts.py); empty where nobody knows them
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
@@ -57,18 +55,16 @@ class TrainSample:
         """Return the number of tokens, with those of the prompt."""
         return len(self.tokens)
 
-    @property
-    def earned(self) -> "SampleReward":
-        """Return what an estimate over the sample's group needs of the sample."""
-        return SampleReward(self.uid, self.reward, self.baseline_reward, self.keep)
-
 
 class SampleReward(NamedTuple):
-    """What a sample earned: all that an estimate over its group needs of it."""
+    """A sample's part in the estimate over its group."""
 
     uid: str  # the group's
     reward: float  # after shaping
-    baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt (remax)
+    correct: bool
+    num_tokens: int  # of the response, with an environment's
+    num_counted: int  # of them, those that the model wrote
+    baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt
     keep: bool = True  # False: the group's advantages are 0, whatever an estimator says
 
 
@@ -94,7 +90,7 @@ class CostModel:
 
 
 def assemble(
-    groups: Iterable[Group],
+    groups: Sequence[Group],
     *,
     estimator: str = "grpo",
     normalize_by_std: bool = True,
@@ -102,46 +98,69 @@ def assemble(
 ) -> list[TrainSample]:
     """Return the samples of all groups, in order, with advantages by `estimator` on shaped rewards, group by group.
 
-    Of an estimator per token (TOKEN_ESTIMATORS) the advantages are 0 here: it needs what the models say of the tokens.
+    An estimator per token leaves advantages of 0 here: it needs log-probs or values.
 
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss; their rewards still belong to
-    the group's mean and deviation. Raises UserError for a reward that is no finite number, and for remax without the
-    reward of a greedy answer.
+    the group's mean and deviation. Raises UserError for a reward that is no finite number, and for a missing reward of
+    a greedy answer.
     """
-    flat = [(sample, group) for group in groups for sample in group.samples]
-    rewards = {
-        index: SampleReward(sample.uid, sample.reward, group.baseline_reward, group.keep)
-        for index, (sample, group) in enumerate(flat)
-    }
+    rewards = sample_rewards(groups)
     for earned in rewards.values():
         _check_reward(earned, estimator)
-    has_one_each = estimator in GROUP_ESTIMATORS
-    advantages = group_estimates(rewards, estimator, normalize_by_std) if has_one_each else dict.fromkeys(rewards, 0.0)
-    return [_train_sample(index, *pair, advantages[index], filter_truncated) for index, pair in enumerate(flat)]
+    advantages = dict.fromkeys(rewards, 0.0)
+    if not ESTIMATORS[estimator].per_token:
+        advantages = group_estimates(rewards, estimator, normalize_by_std)
+    samples = (sample for group in groups for sample in group.samples)
+    return [_train_sample(index, each, advantages[index], filter_truncated) for index, each in enumerate(samples)]
+
+
+def sample_rewards(groups: Iterable[Group]) -> dict[int, SampleReward]:
+    """Return sample_id -> reward of all samples, in the order of `assemble`."""
+    rewards = (
+        SampleReward(
+            uid=sample.uid,
+            reward=sample.reward,
+            correct=sample.correct,
+            num_tokens=len(sample.response_tokens),
+            num_counted=int(np.count_nonzero(sample.loss_mask)),
+            baseline=group.baseline_reward,
+            keep=group.keep,
+        )
+        for group in groups
+        for sample in group.samples
+    )
+    return dict(enumerate(rewards))
 
 
 def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """Return sample_id -> advantage, by an estimator of GROUP_ESTIMATORS, but 0 in groups that are not kept.
+    """Return sample_id -> advantage, by an estimator per response, but 0 in groups that are not kept.
 
     The samples of a group have one uid.
     """
+    estimate = pkgutil.resolve_name(ESTIMATORS[estimator].function)
     members: dict[str, list[int]] = {}
     for sample_id, earned in rewards.items():
         members.setdefault(earned.uid, []).append(sample_id)
     advantages: dict[int, float] = {}
     for ids in members.values():
-        first = rewards[ids[0]]
-        of_group = torch.tensor([rewards[i].reward for i in ids], dtype=torch.float64)
-        estimates = GROUP_ESTIMATORS[estimator](of_group, first.baseline, normalize_by_std) * float(first.keep)
+        of_group = _group_rewards([rewards[i] for i in ids], normalize_by_std)
+        estimates = estimate(of_group) * float(rewards[ids[0]].keep)
         advantages.update(zip(ids, estimates.tolist(), strict=True))
     return advantages
 
 
+def _group_rewards(members: Sequence[SampleReward], normalize_by_std: bool) -> GroupRewards:
+    rows = [(each.reward, each.correct, each.num_tokens, each.num_counted) for each in members]
+    columns = torch.tensor(list(zip(*rows, strict=True)), dtype=torch.float64)
+    rewards, correct, num_tokens, num_counted = columns
+    return GroupRewards(rewards, correct, num_tokens, num_counted, members[0].baseline, normalize_by_std)
+
+
 def _check_reward(earned: SampleReward, estimator: str) -> None:
-    if estimator == "remax" and earned.baseline is None:
+    if ESTIMATORS[estimator].needs_baseline and earned.baseline is None:
         raise UserError(
-            f"Group {earned.uid} has no reward of a greedy answer, which algorithm.adv_estimator=remax compares with; "
-            f"sample it again with remax, or choose another estimator for this batch."
+            f"Group {earned.uid} has no reward of a greedy answer, which algorithm.adv_estimator={estimator} compares "
+            f"with; sample it again with {estimator}, or choose another estimator for this batch."
         )
     for reward in (earned.reward, earned.baseline):
         if reward is not None and not math.isfinite(reward):
@@ -198,7 +217,7 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
     return groups
 
 
-def _train_sample(index: int, sample: Sample, group: Group, advantage: float, filter_truncated: bool) -> TrainSample:
+def _train_sample(index: int, sample: Sample, advantage: float, filter_truncated: bool) -> TrainSample:
     assert len(sample.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
     num_prompt = len(sample.prompt_tokens)
     num_response = len(sample.response_tokens)
@@ -220,13 +239,9 @@ def _train_sample(index: int, sample: Sample, group: Group, advantage: float, fi
         tokens=joined(TOKEN, sample.prompt_tokens, sample.response_tokens),
         loss_mask=aligned(sample.loss_mask if counts else np.zeros_like(sample.loss_mask), MASK),
         rollout_log_probs=aligned(sample.rollout_log_probs, LOG_PROB),
-        reward=sample.reward,
         advantage=advantage,
-        correct=sample.correct,
         # a third of the bytes that go to the ranks, and nearly always the same number
         weight_versions=versions[:1] if has_one_value(versions) else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,
-        baseline_reward=group.baseline_reward,
-        keep=group.keep,
         routed_experts=sample.routed_experts,
     )

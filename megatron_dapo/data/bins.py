@@ -1,43 +1,17 @@
-"""The bins that become micro-batches: first-fit-decreasing, balanced, halved. Each takes n log n steps for n samples.
+"""The bins that become micro-batches: rectangles, balanced, halved; tight_bins.py fills the fewest of packed ones.
 
-A tree or a heap names the bin that comes next, so no sample is compared with all bins.
+Each takes n log n steps for n samples: a heap names the bin that comes next, so no sample is compared with all bins.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, count
 
-from megatron_dapo.common.sizes import ceil_div, round_up
+from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first
 
 Bin = list[TrainSample]
 Bins = list[Bin]
-
-
-def first_fit_decreasing(
-    samples: Iterable[TrainSample],
-    max_tokens: int,
-    pad_multiple: int = 1,
-    packed: bool = True,
-    segment_multiple: int = 1,
-) -> Bins:
-    """Return bins: the longest sample first, each in the first bin where it fits. No sample is longer than the cap.
-
-    max_tokens counts padding: of every sample to segment_multiple and of the bin's sum to pad_multiple, its multiple,
-    if packed; otherwise of every row to the longest one's.
-    """
-    ordered = longest_first(samples)
-    if not packed:
-        return list(_rectangles(ordered, max_tokens, pad_multiple))
-    free_room = _FreeRoom(len(ordered), usable_tokens(max_tokens, pad_multiple))
-    bins: Bins = []
-    for sample in ordered:
-        place = free_room.take_first(round_up(sample.length, segment_multiple))
-        if place == len(bins):
-            bins.append([])
-        bins[place].append(sample)
-    return bins
 
 
 def usable_tokens(max_tokens: int, pad_multiple: int) -> int:
@@ -45,53 +19,17 @@ def usable_tokens(max_tokens: int, pad_multiple: int) -> int:
     return max_tokens // pad_multiple * pad_multiple
 
 
-def least_bins(sizes: Sequence[int], capacity: int) -> int:
-    """Return a number of bins below which samples of these sizes cannot go: as many as hold all their tokens, or all
-    samples, if each bin held as many as the shortest ones that fit into it together."""
-    most_in_one = bisect_right(list(accumulate(sorted(sizes))), capacity)
-    return max(ceil_div(sum(sizes), capacity), ceil_div(len(sizes), max(1, most_in_one)))
-
-
-def _rectangles(ordered: Iterable[TrainSample], max_tokens: int, pad_multiple: int) -> Iterator[Bin]:
-    """Yield bins whose rows are as wide as their first sample, the longest one.
+def rectangles(samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1) -> Bins:
+    """Return bins of at most max_tokens, whose rows are as wide as their longest sample, padded: the longest one first.
 
     A bin that has no room for one more row never has room again, so only the last bin can have some.
     """
-    bin_: Bin = []
-    for sample in ordered:
-        if bin_ and (len(bin_) + 1) * round_up(bin_[0].length, pad_multiple) > max_tokens:
-            yield bin_
-            bin_ = []
-        bin_.append(sample)
-    if bin_:
-        yield bin_
-
-
-class _FreeRoom:
-    """The free room of bins in a row, as a tournament tree: every node holds the most that a bin below it has.
-
-    The children of node i are 2 i and 2 i + 1; the leaves are the bins.
-    """
-
-    def __init__(self, num_bins: int, capacity: int) -> None:
-        self._first_leaf = 1 << max(0, num_bins - 1).bit_length()
-        self._most = [capacity] * (2 * self._first_leaf)
-
-    def take_first(self, size: int) -> int:
-        """Return the first bin with room for `size`, which has that much less from now on. There is one."""
-        most = self._most
-        assert most[1] >= size, f"no bin has room for {size} tokens"
-        node = 1
-        while node < self._first_leaf:
-            node *= 2
-            if most[node] < size:
-                node += 1
-        place = node - self._first_leaf
-        most[node] -= size
-        while node > 1:
-            node //= 2
-            most[node] = max(most[2 * node], most[2 * node + 1])
-        return place
+    bins: Bins = []
+    for sample in longest_first(samples):
+        if not bins or (len(bins[-1]) + 1) * round_up(bins[-1][0].length, pad_multiple) > max_tokens:
+            bins.append([])
+        bins[-1].append(sample)
+    return bins
 
 
 def balanced(
@@ -99,8 +37,7 @@ def balanced(
 ) -> Bins | None:
     """Return num_bins bins of about equal cost, the longest sample first into the cheapest bin with room for it.
 
-    Of equally cheap bins the first. None if it does not work out: the cap is hard, and only first-fit-decreasing is
-    known to need no more bins.
+    Of equally cheap bins the first. None if it does not work out: the cap is hard.
     """
     bins: Bins = [[] for _ in range(num_bins)]
     free_room = [capacity] * num_bins

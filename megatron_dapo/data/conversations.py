@@ -81,9 +81,7 @@ def conversation_sample(index: int, tokens: Sequence[int], is_learned: Sequence[
         tokens=np.asarray(tokens, dtype=TOKEN),
         loss_mask=mask,
         rollout_log_probs=np.zeros(len(tokens), dtype=LOG_PROB),
-        reward=0.0,
         advantage=1.0,
-        correct=True,
         weight_versions=np.zeros(len(tokens), dtype=VERSION),
     )
 

@@ -13,7 +13,7 @@ from megatron_dapo.algorithms.rollout_correction import Corrected
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import CostModel, TrainSample, shard_over_data_parallel
-from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved, least_bins, usable_tokens
+from megatron_dapo.data.bins import Bins, balanced, halved, rectangles, usable_tokens
 from megatron_dapo.data.tight_bins import tight
 from megatron_dapo.data.token_arrays import VERSION, Dtype
 
@@ -35,9 +35,8 @@ def schedule(
 
     Every sample occurs exactly once. Every micro-batch holds at most max_tokens tokens, padding included. All ranks
     have the same number of micro-batches, a multiple of num_microbatches_multiple: the largest number that any rank
-    needs, by first-fit-decreasing or by a search that fills bins tightly. Cost is balanced over ranks, then over the
-    micro-batches of a rank, the costliest first; a list is empty (a dummy micro-batch) only where a rank has fewer
-    samples than micro-batches.
+    needs. Cost is balanced over ranks, then over the micro-batches of a rank, the costliest first; a list is empty (a
+    dummy micro-batch) only where a rank has fewer samples than micro-batches.
     Deterministic: depends on the samples' lengths and ids alone. Raises UserError for samples longer than the cap.
     """
     shards = shard_over_data_parallel(samples, dp_size, cost)
@@ -69,9 +68,12 @@ def schedule_shards(
     """
     check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
-    bins_of_rank = [_fewest_bins(shard, max_tokens, pad_multiple, packed, segment_multiple) for shard in shards]
-    num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
     capacity = usable_tokens(max_tokens, pad_multiple)
+    bins_of_rank = [
+        tight(shard, capacity, segment_multiple) if packed else rectangles(shard, max_tokens, pad_multiple)
+        for shard in shards
+    ]
+    num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
 
     def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
         # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay sorted by length.
@@ -79,19 +81,6 @@ def schedule_shards(
         return sorted(even or halved(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
 
     return [spread(shard, bins) for shard, bins in zip(shards, bins_of_rank, strict=True)]
-
-
-def _fewest_bins(
-    shard: Sequence[TrainSample], max_tokens: int, pad_multiple: int, packed: bool, segment_multiple: int
-) -> Bins:
-    """Return the bins of first-fit-decreasing, or those of a tighter search: where fewer are possible, and it finds
-    fewer."""
-    bins = first_fit_decreasing(shard, max_tokens, pad_multiple, packed, segment_multiple)
-    capacity = usable_tokens(max_tokens, pad_multiple)
-    sizes = [round_up(sample.length, segment_multiple) for sample in shard]
-    if not packed or len(bins) <= least_bins(sizes, capacity):
-        return bins
-    return min(bins, tight(shard, capacity, segment_multiple), key=len)
 
 
 def check_lengths(

@@ -1,5 +1,4 @@
-"""Bins filled as far as lengths allow, for samples that first-fit-decreasing spreads over more bins than their tokens
-need: each bin is completed by the one, two or three lengths that leave the least room in it.
+"""Bins filled as far as lengths allow: each is completed by the one, two or three lengths that leave the least room.
 
 The lengths that are left are bits of one number, so that one operation finds every pair with a given sum. It takes as
 many steps as a bin has tokens, however many samples there are: the search is linear in them, and longest_first sorts.

@@ -13,7 +13,12 @@ from functools import partial
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.rollout_errors import NeedsSync, RolloutError
-from megatron_dapo.config.derived import has_given_servers, replays_servers_experts, uses_dynamic_sampling
+from megatron_dapo.config.derived import (
+    advantage_estimator,
+    has_given_servers,
+    replays_servers_experts,
+    uses_dynamic_sampling,
+)
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, PartialResponse, RolloutBatch, Sample
 from megatron_dapo.data.tokenizer import load_tokenizer
@@ -77,7 +82,7 @@ class Controller:
         self._environments = make_environments(config)
         scoring = (self._rewards, tokenizer, self._environments, self._scorers)
         sampler = partial(make_sampler, config, self._servers, *scoring)
-        greedy_baseline = config.algorithm.adv_estimator == "remax"
+        greedy_baseline = advantage_estimator(config).needs_baseline
         routers = router_shape(config) if replays_servers_experts(config) else None
         self._sampler = sampler(
             shaping=make_shaping(config),
@@ -96,10 +101,11 @@ class Controller:
     async def start(self) -> None:
         """Start the reward workers and wait for all servers. Raises UserError or RolloutError."""
         await self._rewards.start()
-        if self._rewards.scores_groups and self._config.algorithm.adv_estimator == "remax":
+        if self._rewards.scores_groups and advantage_estimator(self._config).needs_baseline:
             raise UserError(
                 f"reward.function {self._config.reward.function} scores the responses to a prompt together, but "
-                "algorithm.adv_estimator remax needs the reward of one greedy response; take another of the two."
+                f"algorithm.adv_estimator {self._config.algorithm.adv_estimator} needs the reward of one greedy "
+                f"response; take another of the two."
             )
         if self._environments:
             await self._environments.start()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_dapo.config.derived import advantage_estimator
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.data.samples import Group, Prompt, RolloutBatch, Sample
@@ -32,7 +33,7 @@ class SyntheticBatches(NoServerRollout):
         self._n = config.actor_rollout_ref.rollout.n
         self._prompts = _lengths(config.data.max_prompt_length)
         self._responses = _lengths(config.data.max_response_length)
-        self._has_baseline = config.algorithm.adv_estimator == "remax"
+        self._has_baseline = advantage_estimator(config).needs_baseline
 
     def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
         """Return the step's groups, as if weight_version had written them, and their statistics."""

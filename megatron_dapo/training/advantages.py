@@ -5,6 +5,7 @@ Estimates over a group without a KL penalty are finished when the groups are ass
 (data/batching.py).
 """
 
+import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, last_counted
+from megatron_dapo.algorithms.gae import TokenRewards, last_counted
 from megatron_dapo.algorithms.kl import FULL_KL, FixedKLController, kl_penalty
 from megatron_dapo.algorithms.whitening import mean_and_variance, moments, whiten
-from megatron_dapo.config.derived import uses_kl_in_reward
+from megatron_dapo.config.derived import advantage_estimator, uses_kl_in_reward
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import group_estimates
 from megatron_dapo.data.packing import MicroBatch
@@ -33,7 +34,7 @@ def estimate_advantages(
     A KL penalty in the reward needs old and reference log-probs; gae needs the critic's values.
     They are on the last stage, like the loss. The results do not depend on the cut of the step.
     """
-    if config.algorithm.adv_estimator in TOKEN_ESTIMATORS:
+    if advantage_estimator(config).per_token:
         return _per_token(shard, controller, config, layout)
     if uses_kl_in_reward(config):
         return _per_group(shard, controller, config, layout)
@@ -92,7 +93,7 @@ def _estimate(
     rewards = torch.where(is_end, reward_of_segment[batch.segment_ids], 0) - coefficient * kl
     values = None if batch.values is None else batch.values.double()
     tokens = TokenRewards(rewards, counted, is_end, values, algorithm.gamma, algorithm.lam)
-    return TOKEN_ESTIMATORS[algorithm.adv_estimator](tokens)
+    return pkgutil.resolve_name(advantage_estimator(config).function)(tokens)
 
 
 def _with_estimates(shard: StepShard, estimates: list[tuple[Tensor, Tensor]], total: Tensor) -> StepShard:

@@ -6,11 +6,10 @@ from itertools import chain
 
 import numpy as np
 
-from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
 from megatron_dapo.common.garbage import collection_paused
-from megatron_dapo.config.derived import critic_batching, uses_critic, uses_kl_in_reward
+from megatron_dapo.config.derived import advantage_estimator, critic_batching, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, mini_batches
+from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, mini_batches, sample_rewards
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch
@@ -84,8 +83,8 @@ class StepDistributor:
             self._experts.check(step, samples)
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
         schedules = [self._cutter.schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
-        waits = uses_kl_in_reward(config) or config.algorithm.adv_estimator in TOKEN_ESTIMATORS
-        rewards = {sample.sample_id: sample.earned for sample in samples} if waits else {}
+        waits = uses_kl_in_reward(config) or advantage_estimator(config).per_token
+        rewards = sample_rewards(groups) if waits else {}
         critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
         return [
             ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards)

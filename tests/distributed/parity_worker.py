@@ -33,7 +33,7 @@ def sample(index: int, tokens: list[int]) -> TrainSample:
     mask[-1] = 0
     zeros = np.zeros(length, dtype=np.float32)
     row = np.array(tokens, dtype=np.int64)
-    return TrainSample(index, str(index), row, mask, zeros, 0.0, 0.0, False, 0 * row)
+    return TrainSample(index, str(index), row, mask, zeros, 0.0, 0 * row)
 
 
 def log_probs(model, layout: ParallelLayout, samples: list[TrainSample], packed: bool) -> dict[int, torch.Tensor]:

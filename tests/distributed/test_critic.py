@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dapo.data.batching import TrainSample, assemble
+from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, sample_rewards
 from tests.distributed.layout_runs import assert_same, run_layouts
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
@@ -135,6 +135,11 @@ def samples() -> list[TrainSample]:
 
 
 @pytest.fixture(scope="module")
+def rewards() -> dict[int, SampleReward]:
+    return sample_rewards(synthetic_groups(VOCAB))
+
+
+@pytest.fixture(scope="module")
 def values(models, samples, tmp_path_factory) -> dict[int, torch.Tensor]:
     return transformers_values(models[1], samples, tmp_path_factory.mktemp("body"), torch.float64)
 
@@ -167,14 +172,15 @@ def test_values_equal_transformers_and_are_0_at_uncounted_tokens(results, sample
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_returns_and_advantages_are_those_of_a_loop_over_the_tokens(results, samples, values):
+def test_returns_and_advantages_are_those_of_a_loop_over_the_tokens(results, samples, rewards, values):
     """GAE (arXiv 1506.02438) over the tokens that count alone, the reward at the last of them; whitened over all."""
     returns, advantages = {}, {}
     for sample in samples:
         counted = [t for t, mask in enumerate(sample.loss_mask) if mask]
         following, advantage = 0.0, 0.0
         for t in reversed(counted):
-            value, reward = float(values[sample.sample_id][t]), sample.reward if t == counted[-1] else 0.0
+            value = float(values[sample.sample_id][t])
+            reward = rewards[sample.sample_id].reward if t == counted[-1] else 0.0
             advantage = reward + GAMMA * following - value + GAMMA * LAM * advantage
             following = value
             advantages[sample.sample_id, t], returns[sample.sample_id, t] = advantage, advantage + value

@@ -17,7 +17,7 @@ import torch
 
 import megatron_dapo.algorithms.dapo_loss
 import megatron_dapo.kernels.token_loss  # noqa: F401
-from tests import rollout_correction_oracle
+from tests import advantage_oracle, rollout_correction_oracle
 from tests.mutation.mutants import Mutant, mutants
 from tests.token_loss_oracle import CASES, FLOAT32, FLOAT64, SEQUENCE_CASES, case_and_expected, check
 
@@ -90,21 +90,29 @@ def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
     return survives
 
 
-def correction_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
-    """Compares the mutant's weights and metrics in float64."""
-    name = "megatron_dapo.algorithms.mutant"
-    mutated = types.ModuleType(name)
-    sys.modules[name] = mutated  # where a dataclass looks for the module that it is in
-    try:
-        exec(compile(mutant.source, name, "exec"), mutated.__dict__)
-        for make in rollout_correction_oracle.CASES.values():
-            case = make()
-            rollout_correction_oracle.check(case.corrected(mutated.rollout_correction), case)
-    except Exception:  # noqa: BLE001
-        return False
-    finally:
-        del sys.modules[name]
-    return True
+def passes(check: Callable[[types.ModuleType], None]) -> Callable[[Mutant | Unchanged, Path], bool]:
+    """Gives the mutant's module to a check, which raises where it differs from plain arithmetic."""
+
+    def survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
+        name = "megatron_dapo.algorithms.mutant"
+        mutated = types.ModuleType(name)
+        sys.modules[name] = mutated  # where a dataclass looks for the module that it is in
+        try:
+            exec(compile(mutant.source, name, "exec"), mutated.__dict__)
+            check(mutated)
+        except Exception:  # noqa: BLE001
+            return False
+        finally:
+            del sys.modules[name]
+        return True
+
+    return survives
+
+
+def check_correction(module: types.ModuleType) -> None:
+    for make in rollout_correction_oracle.CASES.values():
+        case = make()
+        rollout_correction_oracle.check(case.corrected(module.rollout_correction), case)
 
 
 @contextlib.contextmanager
@@ -181,6 +189,13 @@ ROUNDING = "below the rounding of float32"
 NOT_RUN = "an argument that changes speed, not numbers, and that the interpreter ignores"
 
 EQUIVALENT = {
+    "gae": {
+        **_names("gae: 0 -> 1 #2", FILL),
+        **_names(
+            "_backward_recurrence: stride <= num_steps -> stride < num_steps",
+            "only the first step would miss `last`, and gae reads that of a first step nowhere",
+        ),
+    },
     "policy_loss": {
         **_names(
             "policy_loss: 0 -> 1 #2 \n policy_loss: 0 -> 1 #3 \n policy_loss: 0 -> 1 #4 \n policy_loss: 0 -> 1 #5", FILL
@@ -243,6 +258,17 @@ def _algorithm(name: str, tests: str, beyond: tuple[str, ...]) -> Target:
 
 
 TARGETS = (
+    Target(
+        "megatron_dapo.algorithms.estimators",
+        passes(advantage_oracle.check_group_estimators),
+        ("tests/unit/test_algorithms_rewards.py", "tests/unit/test_estimate_advantages.py"),
+    ),
+    Target(
+        "megatron_dapo.algorithms.gae",
+        passes(advantage_oracle.check_token_estimators),
+        ("tests/unit/test_algorithms_gae.py", "tests/unit/test_estimate_advantages.py"),
+        EQUIVALENT["gae"],
+    ),
     _algorithm(
         "policy_loss",
         "token_loss off_policy_loss algorithms_loss",
@@ -254,7 +280,7 @@ TARGETS = (
     _algorithm("mismatch_sums", "token_loss algorithms_metrics", ()),
     Target(
         "megatron_dapo.algorithms.rollout_correction",
-        correction_survives,
+        passes(check_correction),
         tuple(f"tests/unit/test_{name}.py" for name in ("rollout_correction", "off_policy_loss", "loss_config")),
         EQUIVALENT["rollout_correction"],
         (

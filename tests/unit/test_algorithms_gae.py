@@ -1,13 +1,17 @@
 """Promises of generalized advantage estimation and of whitening, against formulas written from their papers."""
 
+import pkgutil
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS, TokenRewards, gae, last_counted
+from megatron_dapo.algorithms.gae import TokenRewards, discounted_returns, gae, last_counted
 from megatron_dapo.algorithms.whitening import moments, whiten
+from megatron_dapo.config.built_ins import ESTIMATORS, estimators_with
+from tests.advantage_oracle import OF_TOKENS, gae_by_definition
 
 pytestmark = pytest.mark.unit
 
@@ -20,24 +24,6 @@ def float64(values) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------------------------------------ the formula
-
-
-def by_definition(rewards, values, mask, done, last_value, gamma, lam) -> np.ndarray:
-    """arXiv 1506.02438, eq. 16 as it stands: A_t = sum_l (gamma lam)^l delta_(t+l), to the end of the episode, in the
-    sequence of the steps that count."""
-    advantages = np.zeros(len(rewards))
-    counted = [t for t in range(len(rewards)) if mask[t]]
-    for place, t in enumerate(counted):
-        weight = 1.0
-        for step in range(place, len(counted)):
-            s = counted[step]
-            after = values[counted[step + 1]] if step + 1 < len(counted) else last_value
-            delta = rewards[s] + (0.0 if done[s] else gamma * after) - values[s]
-            advantages[t] += weight * delta
-            weight *= gamma * lam
-            if done[s]:
-                break
-    return advantages
 
 
 @st.composite
@@ -62,7 +48,7 @@ def test_the_advantages_are_those_of_the_definition_for_any_mask_and_any_episode
         done=torch.tensor(done),
         last_value=float64(last_value),
     )
-    expected = by_definition(*trajectory)
+    expected = gae_by_definition(*trajectory)
     np.testing.assert_allclose(advantages, expected, rtol=1e-10, atol=1e-10)
     np.testing.assert_allclose(returns, expected + np.where(mask, values, 0.0), rtol=1e-10, atol=1e-10)
 
@@ -172,23 +158,24 @@ def test_responses_in_one_row_do_not_see_each_other(seed, lengths):
     segment_ids = torch.tensor(np.repeat(np.arange(len(rows)), [len(mask) for *_, mask in rows]))[None]
     rewards, values, counted = (torch.tensor(np.concatenate(column))[None] for column in zip(*rows, strict=True))
     is_end = last_counted(counted, segment_ids, len(rows))
-    for name, estimator in TOKEN_ESTIMATORS.items():
-        packed = estimator(TokenRewards(rewards, counted, is_end, values, 0.9, 0.8))
+    for name in estimators_with(per_token=True):
+        estimate = pkgutil.resolve_name(ESTIMATORS[name].function)
+        packed = estimate(TokenRewards(rewards, counted, is_end, values, 0.9, 0.8))
         for segment, (reward, value, mask) in enumerate(rows):
             ends = [t for t in range(len(mask)) if mask[t]][-1:]
             here = segment_ids[0] == segment
             assert is_end[0][here].nonzero().flatten().tolist() == ends
-            value = value if name == "gae" else np.zeros_like(value)
-            lam = 0.8 if name == "gae" else 1.0
-            expected = by_definition(reward, value, mask, np.zeros_like(mask), 0.0, 0.9, lam)
-            np.testing.assert_allclose(packed[0][0][here], expected, **EXACT)
-            np.testing.assert_allclose(packed[1][0][here], expected + np.where(mask, value, 0.0), **EXACT)
+            expected = OF_TOKENS[name](reward[mask], value[mask], 0.9, 0.8)
+            returns = expected + (value[mask] if ESTIMATORS[name].needs_critic else 0.0)
+            for got, wanted in zip(packed, (expected, returns), strict=True):
+                np.testing.assert_allclose(got[0][here][mask], wanted, **EXACT)
+                assert not got[0][here][~mask].any()
 
 
 def test_reinforce_plus_plus_discounts_what_is_still_to_come():
     rewards, everywhere = float64([[1.0, 5.0, 2.0]]), torch.tensor([[True, False, True]])
     tokens = TokenRewards(rewards, everywhere, torch.tensor([[False, False, True]]), None, 0.5, 0.3)
-    advantages, _ = TOKEN_ESTIMATORS["reinforce_plus_plus"](tokens)
+    advantages, _ = discounted_returns(tokens)
     assert advantages.tolist() == [[2.0, 0.0, 2.0]]
 
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.estimators import GROUP_ESTIMATORS, group_advantages, rloo_advantages
-from megatron_dapo.algorithms.gae import TOKEN_ESTIMATORS
+from megatron_dapo.algorithms.estimators import GroupRewards, grpo, remax, rloo
 from megatron_dapo.algorithms.kl import FULL_KL, KL_CONTROLLERS, KL_PENALTIES, kl_penalty
 from megatron_dapo.config.schema.algorithm import OverlongRewardShapingConfig
 from megatron_dapo.config.schema.config import Config
@@ -26,17 +25,23 @@ def float64(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def group_of(rewards, **others) -> GroupRewards:
+    """A group of which an estimator may read the rewards, and what else is given."""
+    nothing = torch.full((len(rewards),), torch.nan)
+    return GroupRewards(float64(rewards), nothing, nothing, nothing, **others)
+
+
 # ------------------------------------------------------------------------------------------------ advantages
 
 
 @given(REWARDS)
 @settings(deadline=None)
 def test_advantages_equal_the_formula_and_sum_to_zero(rewards):
-    ours = group_advantages(float64(rewards))
+    ours = grpo(group_of(rewards))
     expected = (np.array(rewards) - np.mean(rewards)) / (np.std(rewards, ddof=1) + 1e-6)
     np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-8)
     assert abs(float(ours.sum())) < 1e-7
-    centered = group_advantages(float64(rewards), normalize_by_std=False)
+    centered = grpo(group_of(rewards, normalize_by_std=False))
     np.testing.assert_allclose(centered, np.array(rewards) - np.mean(rewards), atol=1e-12)
 
 
@@ -45,24 +50,23 @@ def test_advantages_equal_the_formula_and_sum_to_zero(rewards):
 def test_advantages_ignore_shift_and_scale_of_the_rewards(rewards, shift, scale):
     if np.std(rewards) < 0.1:
         return
-    moved = group_advantages(float64(rewards) * scale + shift)
-    np.testing.assert_allclose(moved, group_advantages(float64(rewards)), rtol=1e-4, atol=1e-4)
+    moved = grpo(group_of(np.array(rewards) * scale + shift))
+    np.testing.assert_allclose(moved, grpo(group_of(rewards)), rtol=1e-4, atol=1e-4)
 
 
 def test_the_deviation_is_unbiased():
-    assert group_advantages(float64([1.0, 0.0])).tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5)
+    assert grpo(group_of([1.0, 0.0])).tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)], rel=1e-5)
 
 
 def test_a_group_of_one_has_mean_0_and_deviation_1():
-    assert float(group_advantages(float64([3.0]))) == pytest.approx(3.0, rel=1e-5)
-    assert float(group_advantages(float64([3.0]), normalize_by_std=False)) == 3.0
+    assert float(grpo(group_of([3.0]))) == pytest.approx(3.0, rel=1e-5)
+    assert float(grpo(group_of([3.0], normalize_by_std=False))) == 3.0
 
 
 def test_eps_bounds_the_division():
-    assert group_advantages(float64([1.0, 1.0])).tolist() == [0.0, 0.0]
-    assert group_advantages(float64([2.0, 0.0]), eps=math.sqrt(2.0)).tolist() == pytest.approx(
-        [math.sqrt(0.125), -math.sqrt(0.125)]
-    )
+    assert grpo(group_of([1.0, 1.0])).tolist() == [0.0, 0.0]
+    tiny = math.sqrt(2.0) * 1e-6  # a deviation as small as eps
+    assert grpo(group_of([tiny, 0.0])).tolist() == pytest.approx([math.sqrt(0.125), -math.sqrt(0.125)])
 
 
 @given(REWARDS)
@@ -70,26 +74,25 @@ def test_eps_bounds_the_division():
 def test_leave_one_out_compares_with_the_mean_of_the_others(rewards):
     others = [(sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
     expected = np.array(rewards) - others
-    np.testing.assert_allclose(rloo_advantages(float64(rewards)), expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(rloo(group_of(rewards)), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_alone_there_is_nobody_to_leave_out():
-    assert rloo_advantages(float64([3.0])).tolist() == [3.0]
+    assert rloo(group_of([3.0])).tolist() == [3.0]
 
 
 @given(REWARDS, st.floats(-5, 5))
 @settings(deadline=None, max_examples=50)
 def test_remax_compares_with_the_greedy_answer(rewards, baseline):
-    ours = GROUP_ESTIMATORS["remax"](float64(rewards), baseline, True)
+    ours = remax(group_of(rewards, baseline=baseline))
     np.testing.assert_allclose(ours, np.array(rewards) - baseline, atol=1e-12)
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, 1e6 + 0.1])
 def test_of_equal_rewards_nobody_is_better(reward):
-    rewards = float64([reward] * 7)
-    for name in ("grpo", "rloo"):
-        assert GROUP_ESTIMATORS[name](rewards, None, True).abs().max() < 1e-3
-    assert GROUP_ESTIMATORS["remax"](rewards, reward, True).tolist() == [0.0] * 7
+    equal = group_of([reward] * 7, baseline=reward)
+    assert all(estimate(equal).abs().max() < 1e-3 for estimate in (grpo, rloo))
+    assert remax(equal).tolist() == [0.0] * 7
 
 
 # ------------------------------------------------------------------------------------------------ shaping
@@ -288,4 +291,3 @@ def test_the_tables_offer_what_the_config_allows():
     assert choices(config.algorithm, "kl_penalty") == {*KL_PENALTIES, FULL_KL}
     assert choices(config.actor_rollout_ref.actor, "kl_loss_type") == {*KL_PENALTIES, FULL_KL}
     assert choices(config.algorithm.kl_ctrl, "type") == set(KL_CONTROLLERS)
-    assert choices(config.algorithm, "adv_estimator") == set(GROUP_ESTIMATORS) | set(TOKEN_ESTIMATORS)

@@ -33,7 +33,7 @@ def test_a_large_mini_batch_is_scheduled_in_less_than_a_second():
 
 
 def test_micro_batches_are_nearly_as_full_as_they_can_be_and_the_work_is_even():
-    """First-fit-decreasing needs one micro-batch per rank more than the fewest, at most; two in a thousand of many."""
+    """At most one micro-batch per rank more than the fewest possible, or two in a thousand of many."""
     report = committed()
     fills = report["fills"]
     assert [bench_packing.Case(f["num_samples"], f["dp_size"]) for f in fills] == bench_packing.FILLED

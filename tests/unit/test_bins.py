@@ -1,4 +1,4 @@
-"""Bins found by a tree or a heap are those of the plain definitions, which look at every bin for every sample."""
+"""Bins found by a heap are those of the plain definitions, which look at every bin for every sample."""
 
 import math
 import sys
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.data import batching, bins
+from megatron_dapo.data import batching, bins, tight_bins
 from megatron_dapo.data.batching import CostModel, TrainSample, longest_first, shard_over_data_parallel
-from megatron_dapo.data.bins import Bins, balanced, first_fit_decreasing, halved
+from megatron_dapo.data.bins import Bins, balanced, halved, rectangles
+from megatron_dapo.data.tight_bins import tight
 from tests.unit.test_packing import lengths_of, make_samples, round_up
 
 pytestmark = pytest.mark.unit
@@ -30,10 +31,8 @@ COSTS = st.sampled_from([CostModel(1.0, 0.0), CostModel(1.0, 0.37), CostModel(1.
 # ------------------------------------------------------------------------- the definitions
 
 
-def allocated(lengths: list[int], pad_multiple: int, packed: bool) -> int:
-    """Return the tokens of a micro-batch, padding included: one row of all, or as many rows of the longest."""
-    if packed:
-        return round_up(sum(lengths), pad_multiple)
+def rectangle(lengths: list[int], pad_multiple: int) -> int:
+    """Return the tokens of a micro-batch with a row per sample, padding included."""
     return len(lengths) * round_up(max(lengths), pad_multiple)
 
 
@@ -45,12 +44,12 @@ def total_cost(samples: list[TrainSample], cost: CostModel) -> float:
     return total
 
 
-def plain_first_fit(samples: list[TrainSample], max_tokens: int, pad_multiple: int, packed: bool) -> Bins:
+def plain_rectangles(samples: list[TrainSample], max_tokens: int, pad_multiple: int) -> Bins:
     """Return bins: the longest sample first, each in the first bin that stays under the cap."""
     result: Bins = []
     for sample in longest_first(samples):
         for bin_ in result:
-            if allocated(lengths_of([*bin_, sample]), pad_multiple, packed) <= max_tokens:
+            if rectangle(lengths_of([*bin_, sample]), pad_multiple) <= max_tokens:
                 bin_.append(sample)
                 break
         else:
@@ -104,13 +103,13 @@ def ids(result: Bins | None) -> list[list[int]] | None:
 
 
 @MANY
-@given(LENGTHS, CAPS, PAD_MULTIPLES, st.booleans())
-def test_every_sample_is_in_the_first_bin_with_room(lengths, max_tokens, pad_multiple, packed):
+@given(LENGTHS, CAPS, PAD_MULTIPLES)
+def test_every_sample_is_in_the_first_rectangle_with_room(lengths, max_tokens, pad_multiple):
     samples = make_samples(lengths)
-    result = first_fit_decreasing(samples, max_tokens, pad_multiple, packed)
-    assert ids(result) == ids(plain_first_fit(samples, max_tokens, pad_multiple, packed))
+    result = rectangles(samples, max_tokens, pad_multiple)
+    assert ids(result) == ids(plain_rectangles(samples, max_tokens, pad_multiple))
     assert sorted(sample.sample_id for bin_ in result for sample in bin_) == list(range(len(lengths)))
-    assert all(allocated(lengths_of(bin_), pad_multiple, packed) <= max_tokens for bin_ in result)
+    assert all(rectangle(lengths_of(bin_), pad_multiple) <= max_tokens for bin_ in result)
 
 
 @MANY
@@ -118,7 +117,7 @@ def test_every_sample_is_in_the_first_bin_with_room(lengths, max_tokens, pad_mul
 def test_every_sample_is_in_the_cheapest_bin_with_room(lengths, capacity, more, cost):
     """In as many bins as the samples need, or a few more: with few of them it does not always work out."""
     samples = make_samples(lengths)
-    num_bins = len(first_fit_decreasing(samples, capacity)) + more
+    num_bins = len(tight(samples, capacity)) + more
     result = balanced(samples, num_bins, capacity, cost)
     assert ids(result) == ids(plain_balanced(samples, num_bins, capacity, cost))
     if result is not None:
@@ -127,10 +126,10 @@ def test_every_sample_is_in_the_cheapest_bin_with_room(lengths, capacity, more, 
 
 
 @MANY
-@given(LENGTHS, CAPS, st.booleans(), st.integers(0, 30), COSTS)
-def test_the_costliest_bins_are_halved(lengths, max_tokens, packed, more, cost):
+@given(LENGTHS, CAPS, st.sampled_from([rectangles, tight]), st.integers(0, 30), COSTS)
+def test_the_costliest_bins_are_halved(lengths, max_tokens, way, more, cost):
     samples = make_samples(lengths)
-    whole = first_fit_decreasing(samples, max_tokens, packed=packed)
+    whole = way(samples, max_tokens)
     result = halved(whole, len(whole) + more, cost)
     assert ids(result) == ids(plain_halved(whole, len(whole) + more, cost))
     assert len(result) == len(whole) + more
@@ -147,22 +146,11 @@ def test_every_sample_goes_to_the_rank_with_the_least(lengths, dp_size, cost):
 # --------------------------------------------------------------------------------- by hand
 
 
-def test_first_fit_decreasing_fills_the_first_bin_with_room():
-    bins = first_fit_decreasing(make_samples([4, 8, 1, 4, 2, 1]), 10)
-    assert [lengths_of(bin_) for bin_ in bins] == [[8, 2], [4, 4, 1, 1]]
-
-
 def test_unpacked_bins_count_the_rectangle():
-    bins = first_fit_decreasing(make_samples([5, 5, 2, 2, 2]), 12, packed=False)
+    bins = rectangles(make_samples([5, 5, 2, 2, 2]), 12)
     assert [lengths_of(bin_) for bin_ in bins] == [[5, 5], [2, 2, 2]]
-    padded = first_fit_decreasing(make_samples([5, 5, 2, 2, 2]), 16, pad_multiple=4, packed=False)
+    padded = rectangles(make_samples([5, 5, 2, 2, 2]), 16, pad_multiple=4)
     assert [lengths_of(bin_) for bin_ in padded] == [[5, 5], [2, 2, 2]]  # rows of 8, then of 4
-
-
-def test_packed_bins_count_the_padding_of_the_whole():
-    # 5 + 4 = 9 is padded to 12, over the cap of 11; without padding both fit.
-    assert len(first_fit_decreasing(make_samples([5, 4]), 11, pad_multiple=4)) == 2
-    assert len(first_fit_decreasing(make_samples([5, 4]), 11, pad_multiple=1)) == 1
 
 
 def test_a_bin_without_room_for_one_sample_gets_a_shorter_one():
@@ -173,16 +161,14 @@ def test_a_bin_without_room_for_one_sample_gets_a_shorter_one():
 
 def test_a_sample_without_room_anywhere_is_not_put_over_the_cap():
     assert balanced(make_samples([6, 5, 4, 3, 2]), 2, 10, CostModel()) is None
-    with pytest.raises(AssertionError, match="no bin has room for 11 tokens"):
-        first_fit_decreasing(make_samples([11]), 10)
 
 
 # ---------------------------------------------------------------------------------- growth
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """Return how many lines of the two modules it runs, a loop's as often as they run."""
-    files = {batching.__file__, bins.__file__}
+    """Return how many lines of the modules it runs, a loop's as often as they run."""
+    files = {batching.__file__, bins.__file__, tight_bins.__file__}
     num_lines = 0
 
     def trace(frame: FrameType, event: str, argument: object):
@@ -202,11 +188,11 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 def packed_bins(samples: list[TrainSample]) -> None:
-    first_fit_decreasing(samples, 3 * LONGEST)
+    tight(samples, 3 * LONGEST)
 
 
-def rectangles(samples: list[TrainSample]) -> None:
-    first_fit_decreasing(samples, 3 * LONGEST, packed=False)
+def rows(samples: list[TrainSample]) -> None:
+    rectangles(samples, 3 * LONGEST)
 
 
 def even_bins(samples: list[TrainSample]) -> None:
@@ -223,7 +209,7 @@ def shards(samples: list[TrainSample]) -> None:
     shard_over_data_parallel(samples, len(samples) // 8)
 
 
-@pytest.mark.parametrize("work", [packed_bins, rectangles, even_bins, halves_down_to_single_samples, shards])
+@pytest.mark.parametrize("work", [packed_bins, rows, even_bins, halves_down_to_single_samples, shards])
 def test_the_work_grows_as_n_log_n(work):
     """Four times the samples need at most four times the steps, each deeper by the logarithm; quadratic is sixteen."""
     few, many = 128, 512

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config.aliases import canonical
+from megatron_dapo.config.built_ins import ESTIMATORS
 from megatron_dapo.config.keys import known_keys, show
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from tests.unit.test_seeds import CHOICES, CONFIGS, OPTIONS, leaves
@@ -56,6 +57,20 @@ def test_every_option_of_the_algorithm_is_on_the_page():
     keys = [key for key in known_keys() if key.startswith(sections) and not re.fullmatch(elsewhere, key)]
     assert len(keys) > 50
     assert not [key for key in keys if not re.search(rf"`([\w.]+\.)?{key.rpartition('.')[2]}(`|:)", TEXT)]
+
+
+def test_the_table_of_estimators_is_that_of_the_code():
+    per = {re.findall(r"`(\w+)`", row[0])[0]: row[1] for row in rows(TEXT, "`", 4) if row[1] in ("response", "token")}
+    assert per == {name: "token" if row.per_token else "response" for name, row in ESTIMATORS.items()}
+
+
+def test_no_page_has_another_list_of_estimators():
+    """A new estimator would be missing there."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    name = f"`?({'|'.join(ESTIMATORS)})`?"
+    lists = {page.name: re.findall(rf"\b{name}(?:,? and |,? or |, ){name}\b", page.read_text()) for page in pages}
+    made = lists.pop("config.md")  # from the schema, which reads the table
+    assert made and not any(lists.values())
 
 
 def test_the_code_and_the_tests_of_the_table_exist():

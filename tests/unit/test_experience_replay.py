@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.exp_manager import ExperienceReplayConfig
 from megatron_dapo.data.prompt_cursor import PromptCursor
@@ -362,11 +363,10 @@ REPLAY = "exp_manager.experience_replay"
 ON = f"{REPLAY}.enable=true"
 ACTOR = "actor_rollout_ref.actor"
 MISTAKES = {
-    "an estimator per token": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator is gae"),
-    "one over the batch": (
-        [ON, "algorithm.adv_estimator=reinforce_plus_plus"],
-        "algorithm.adv_estimator is reinforce_plus_plus",
-    ),
+    **{
+        f"{name} per token": ([ON, f"algorithm.adv_estimator={name}"], f"algorithm.adv_estimator is {name}")
+        for name in estimators_with(per_token=True)
+    },
     "groups of one": ([ON, "actor_rollout_ref.rollout.n=1"], "actor_rollout_ref.rollout.n is 1"),
     "nothing to replay": ([ON, f"{REPLAY}.exp_ratio=0.001"], f"{REPLAY}.exp_ratio 0.001 of the 512 prompts"),
     "a pool that holds nothing": ([ON, f"{REPLAY}.max_pool_tokens=3071"], f"{REPLAY}.max_pool_tokens is 3071"),
@@ -405,6 +405,6 @@ def test_a_recipe_may_be_run_without_replay():
     validate(load_config(None, [*settings, f"{REPLAY}.enable=false"]), None, check_files=False)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax"])
+@pytest.mark.parametrize("estimator", estimators_with(per_token=False))
 def test_estimators_per_response_go_with_replay(estimator):
     validate(load_config(None, [ON, f"algorithm.adv_estimator={estimator}"]), None, check_files=False)

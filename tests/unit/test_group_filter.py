@@ -20,7 +20,7 @@ from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.data.batching import SampleReward, assemble, group_estimates
+from megatron_dapo.data.batching import SampleReward, assemble, group_estimates, sample_rewards
 from megatron_dapo.data.packing import collate
 from megatron_dapo.queue.group_filter import FILTER_MODES, by_correctness, by_spread, filter_in_words, make_queue
 from megatron_dapo.rollout.controller import Controller
@@ -153,10 +153,10 @@ def test_the_advantages_of_a_masked_group_are_0_and_its_tokens_still_count():
 
 def test_a_masked_group_stays_at_0_when_the_group_is_estimated_again():
     outcomes = {
-        0: SampleReward("a", 1.0),
-        1: SampleReward("a", 0.0),
-        2: SampleReward("b", 1.0, keep=False),
-        3: SampleReward("b", 0, None, False),
+        0: SampleReward("a", 1.0, True, 1, 1),
+        1: SampleReward("a", 0.0, False, 1, 1),
+        2: SampleReward("b", 1.0, True, 1, 1, keep=False),
+        3: SampleReward("b", 0.0, False, 1, 1, keep=False),
     }
     assert group_estimates(outcomes, "grpo", normalize_by_std=False) == {0: 0.5, 1: -0.5, 2: 0.0, 3: 0.0}
 
@@ -167,7 +167,7 @@ def test_estimates_per_token_are_masked_after_they_were_whitened(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     groups = [make_group("a", [1.0, 0.0]), replace(make_group("b", [0.0, -1.0]), keep=False)]
     samples = assemble(groups, estimator="reinforce_plus_plus")
-    shard = StepShard([[collate(samples)]], {sample.sample_id: sample.earned for sample in samples})
+    shard = StepShard([[collate(samples)]], sample_rewards(groups))
     config = load_config(None, ["algorithm.adv_estimator=reinforce_plus_plus"])
     layout = SimpleNamespace(is_last_stage=True, counts_tokens=True)
     shard, metrics = estimate_advantages(shard, None, config, layout)

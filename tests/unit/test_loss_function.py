@@ -83,7 +83,7 @@ def test_a_metric_with_a_name_of_ours_is_refused(layout, model_path):
 def sample(index: int, mask: list[int], advantage: float) -> TrainSample:
     mask = np.array([*mask, 0], dtype=np.float32)  # of the position that predicts
     tokens = np.arange(len(mask), dtype=np.int64)
-    return TrainSample(index, str(index), tokens, mask, -mask, 0.0, advantage, False, 0 * tokens)
+    return TrainSample(index, str(index), tokens, mask, -mask, advantage, 0 * tokens)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.batching import CostModel, TrainSample, assemble, shard_over_data_parallel
-from megatron_dapo.data.bins import first_fit_decreasing, least_bins
+from megatron_dapo.data.bins import rectangles, usable_tokens
 from megatron_dapo.data.packing import MicroBatch, collate, schedule, schedule_shards
 from megatron_dapo.data.tight_bins import tight
 from tests.synthetic import synthetic_groups
@@ -31,9 +31,7 @@ def make_sample(sample_id: int, length: int, num_prompt: int = 1, uid: str = "g"
         tokens=1000 * (sample_id + 1) + np.arange(length),
         loss_mask=written,
         rollout_log_probs=-written * (sample_id + 1),
-        reward=0.0,
         advantage=float(sample_id + 1),
-        correct=True,
         weight_versions=(1000 * sample_id + 100 + np.arange(length)) * written.astype(np.int64),
     )
 
@@ -91,8 +89,14 @@ def test_all_ranks_have_the_same_number_of_micro_batches(lengths, layout):
     assert len(plan) == layout["dp_size"]
     (number,) = {len(rank) for rank in plan}
     assert number >= 1 and number % layout["num_microbatches_multiple"] == 0
-    # No more than first-fit-decreasing needs on the worst rank.
-    sizes = [len(first_fit_decreasing(sum(rank, []), layout["max_tokens"], **cut_of(layout))) for rank in plan]
+    # No more than the worst rank needs.
+    capacity = usable_tokens(layout["max_tokens"], layout["pad_multiple"])
+    sizes = [
+        len(tight(sum(rank, []), capacity, layout["segment_multiple"]))
+        if layout["packed"]
+        else len(rectangles(sum(rank, []), layout["max_tokens"], layout["pad_multiple"]))
+        for rank in plan
+    ]
     assert number == round_up(max(1, *sizes), layout["num_microbatches_multiple"])
 
 
@@ -131,20 +135,19 @@ def test_a_second_cut_leaves_every_sample_on_its_rank(lengths, layout, offset):
     assert schedule_shards([sum(rank, []) for rank in first], **cut) == first
 
 
-def test_a_full_rank_keeps_first_fit_decreasing_when_balancing_does_not_fit():
-    # Greedy balance in 2 bins of 10: 6 | 5, then 5+4 | 6+3, and 2 fits nowhere. First-fit-decreasing: 6+4 | 5+3+2.
+def test_a_full_rank_keeps_its_tight_bins_when_balancing_does_not_fit():
+    # Greedy balance in 2 bins of 10: 6 | 5, then 5+4 | 6+3, and 2 fits nowhere. Tight: 6+4 | 5+3+2.
     (plan,) = schedule(make_samples([6, 5, 4, 3, 2]), dp_size=1, max_tokens=10)
     assert [lengths_of(bin_) for bin_ in plan] == [[6, 4], [5, 3, 2]]
 
 
-@pytest.mark.parametrize(("dp_size", "by_first_fit"), [(1, 117), (4, 30), (8, 15), (16, 8)])
-def test_log_normal_lengths_need_no_more_micro_batches_than_their_tokens(dp_size, by_first_fit):
-    """Where whole numbers of micro-batches allow 98 % of fill, there is that much: at 1 and 4 ranks."""
+@pytest.mark.parametrize("dp_size", [1, 4, 8, 16])
+def test_log_normal_lengths_need_no_more_micro_batches_than_their_tokens(dp_size):
+    """First-fit-decreasing needs one more at 1 and 4 ranks."""
     cap = 22528
     shards = shard_over_data_parallel(make_samples(DAPO_LIKE_LENGTHS), dp_size, CostModel(1.0, 1e-5))
     plan = schedule_shards(shards, max_tokens=cap, pad_multiple=8)
     assert len(plan[0]) == -(-sum(DAPO_LIKE_LENGTHS) // (dp_size * cap))
-    assert max(len(first_fit_decreasing(shard, cap, 8)) for shard in shards) == by_first_fit
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -191,22 +194,10 @@ def all_ways(lengths: list[int], capacity: int, filled: tuple[int, ...] = ()) ->
 
 
 @QUICK
-@given(st.lists(st.integers(1, 24), max_size=7), st.integers(24, 60))
-def test_no_way_to_fill_bins_takes_fewer_than_the_least(lengths, capacity):
-    assert least_bins(lengths, capacity) <= min(map(len, all_ways(lengths, capacity)))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "number"),
-    [
-        ([], 0),
-        ([4] * 7, 4),  # 28 tokens would go into three bins, but a bin holds two samples
-        ([5, 5, 6, 4], 2),
-        ([1, 1, 10, 10], 3),
-    ],
-)
-def test_the_least_number_of_bins_by_hand(sizes, number):
-    assert least_bins(sizes, 10) == number
+@given(st.lists(st.integers(1, 24), max_size=8), st.integers(24, 60))
+def test_tight_bins_of_few_samples_are_the_fewest_possible_or_one_more(lengths, capacity):
+    fewest = min(map(len, all_ways(lengths, capacity)))
+    assert fewest <= len(tight(make_samples(lengths), capacity)) <= fewest + 1
 
 
 def test_the_number_of_micro_batches_counts_the_padding():
@@ -246,7 +237,7 @@ def test_cost_is_balanced_over_ranks_and_micro_batches(dp_size, cap, bound):
     per_bin = np.array([[sum(cost(s.length) for s in bin_) for bin_ in rank] for rank in plan])
     assert per_bin.sum(axis=1).max() / per_bin.sum(axis=1).mean() < 1.01
     assert per_bin.max() / per_bin.mean() < bound
-    naive = first_fit_decreasing(make_samples(DAPO_LIKE_LENGTHS), cap, 8)
+    naive = tight(make_samples(DAPO_LIKE_LENGTHS), cap)
     naive_costs = np.array([sum(cost(s.length) for s in bin_) for bin_ in naive])
     assert naive_costs.max() / naive_costs.mean() > per_bin.max() / per_bin.mean()
 

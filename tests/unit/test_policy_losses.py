@@ -227,7 +227,7 @@ def test_no_other_loss_reads_the_means_of_sequences():
 def sample(index: int, mask: list[int], log_prob: float) -> TrainSample:
     mask = np.array([*mask, 0], dtype=np.float32)  # of the position that predicts
     tokens = np.arange(len(mask), dtype=np.int64)
-    return TrainSample(index, str(index), tokens, mask, log_prob * mask, 0.0, 1.0, False, 0 * tokens)
+    return TrainSample(index, str(index), tokens, mask, log_prob * mask, 1.0, 0 * tokens)
 
 
 @pytest.mark.parametrize("packed", [True, False])

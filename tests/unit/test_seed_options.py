@@ -16,7 +16,7 @@ from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.config.derived import samples_per_rollout_step
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.data.batching import assemble
+from megatron_dapo.data.batching import assemble, sample_rewards
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.queue.experience_replay import make_pool
@@ -160,7 +160,8 @@ def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) ->
         for sample, length in zip(group.samples, lengths, strict=True)
     ]
     estimator, by_std = config.algorithm.adv_estimator, config.algorithm.norm_adv_by_std_in_grpo
-    samples = assemble([replace(group, samples=tuple(cut))], estimator=estimator, normalize_by_std=by_std)
+    group = replace(group, samples=tuple(cut))
+    samples = assemble([group], estimator=estimator, normalize_by_std=by_std)
     batch = collate(samples)
     counted = batch.loss_mask != 0
 
@@ -179,7 +180,7 @@ def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) ->
     kl_ctrl = config.algorithm.kl_ctrl
     controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
     layout = SimpleNamespace(is_last_stage=True, counts_tokens=True, gather=lambda part: [part])
-    shard = StepShard([[batch]], {sample.sample_id: sample.earned for sample in samples})
+    shard = StepShard([[batch]], sample_rewards([group]))
     shard, metrics = estimate_advantages(shard, controller, config, layout)
     return shard.mini_batches[0][0].advantages[counted].tolist(), metrics | {"next": controller.value}
 

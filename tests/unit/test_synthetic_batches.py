@@ -8,6 +8,7 @@ import pytest
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.config.derived import needs_old_log_probs, uses_servers
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
@@ -53,7 +54,7 @@ def test_lengths_have_a_long_tail_up_to_the_longest_and_the_mean_that_the_plan_a
     assert max(lengths) == LONGEST and np.median(lengths) < fmean(lengths)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "remax"])
+@pytest.mark.parametrize("estimator", estimators_with(per_token=False))
 def test_no_response_has_an_advantage_of_zero(estimator):
     config = config_of(f"algorithm.adv_estimator={estimator}")
     groups = SyntheticBatches(config, VOCABULARY).next_batch(1, 0).groups

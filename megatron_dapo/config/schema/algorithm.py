@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megatron_dapo.config.built_ins import ESTIMATORS, estimators_with
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
@@ -99,13 +100,13 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "grpo"
-    """Advantage estimator, per token (gae, reinforce_plus_plus) or per response: see docs/algorithms.md."""
-    gamma: Annotated[Fraction, ActsIf(Is("adv_estimator", "gae", "reinforce_plus_plus"))] = 1.0
+    adv_estimator: Literal[*ESTIMATORS] = "grpo"  # type: ignore[valid-type]
+    """Advantage estimator, per token or per response: see docs/algorithms.md."""
+    gamma: Annotated[Fraction, ActsIf(Is("adv_estimator", *estimators_with(discounts=True)))] = 1.0
     """Discount per token."""
-    lam: Annotated[Fraction, ActsIf(Is("adv_estimator", "gae"))] = 1.0
+    lam: Annotated[Fraction, ActsIf(Is("adv_estimator", *estimators_with(needs_critic=True)))] = 1.0
     """Lambda: 1 = what was earned minus the value, 0 = one-step errors (arXiv 1506.02438)."""
-    norm_adv_by_std_in_grpo: Annotated[bool, ActsIf(Is("adv_estimator", "grpo"))] = True
+    norm_adv_by_std_in_grpo: Annotated[bool, ActsIf(Is("adv_estimator", *estimators_with(divides_by_std=True)))] = True
     """Divide by the group's standard deviation (false = Dr. GRPO)."""
     use_kl_in_reward: bool | None = None
     """Subtract kl_ctrl.kl_coef * KL(actor, reference) from the rewards; null = where kl_ctrl.kl_coef is above 0."""

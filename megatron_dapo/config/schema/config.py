@@ -6,6 +6,7 @@ checks of several keys together live in `checks/config_checks.py`.
 
 from typing import Annotated
 
+from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.config.schema.actor_rollout_ref import ActorRolloutRefConfig
 from megatron_dapo.config.schema.algorithm import AlgorithmConfig
 from megatron_dapo.config.schema.base import Section
@@ -21,7 +22,9 @@ class Config(Section):
 
     data: DataConfig = DataConfig()
     actor_rollout_ref: ActorRolloutRefConfig = ActorRolloutRefConfig()
-    critic: Annotated[CriticConfig, ActsIf(Is("algorithm.adv_estimator", "gae"))] = CriticConfig()
+    critic: Annotated[CriticConfig, ActsIf(Is("algorithm.adv_estimator", *estimators_with(needs_critic=True)))] = (
+        CriticConfig()
+    )
     algorithm: AlgorithmConfig = AlgorithmConfig()
     exp_manager: ExpManagerConfig = ExpManagerConfig()
     reward: RewardConfig = RewardConfig()

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Literal
 
+from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
@@ -201,7 +202,9 @@ class TrainerConfig(Section):
     trainer ranks."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
-    critic_warmup: Annotated[NonNegativeInt, ActsIf(Is("algorithm.adv_estimator", "gae"))] = 0
+    critic_warmup: Annotated[
+        NonNegativeInt, ActsIf(Is("algorithm.adv_estimator", *estimators_with(needs_critic=True)))
+    ] = 0
     """Rollout steps at the beginning in which the critic alone is updated."""
     test_freq: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
