@@ -68,7 +68,7 @@ QUICK = (Case("demo, 0.6 M", None, 3, 1, 16, 40),)
 
 def our_overrides(case: Case, model: Path, folder: Path) -> list[str]:
     """Return what makes the demo one rank that does what TRL does: no filter, no punishment, no check of a push."""
-    actor, dapo = "actor_rollout_ref.actor", "algorithm.dapo"
+    actor = "actor_rollout_ref.actor"
     return [
         f"actor_rollout_ref.model.path={model}",
         f"data.train_batch_size={case.prompts_per_step}",
@@ -81,9 +81,8 @@ def our_overrides(case: Case, model: Path, folder: Path) -> list[str]:
         f"{actor}.optim.lr={LR}",
         f"{actor}.megatron.tensor_model_parallel_size=1",
         f"{actor}.megatron.sequence_parallel=false",
-        f"{dapo}.enable=false",
-        f"{dapo}.dynamic_sampling.enable=false",
-        f"{dapo}.overlong_reward_shaping.enable=false",
+        "algorithm.dynamic_sampling.enable=false",
+        "algorithm.overlong_reward_shaping.enable=false",
         "weight_sync.verify=false",
         "trainer.n_procs_per_node=1",
         f"trainer.total_training_steps={case.num_steps}",

@@ -1,5 +1,5 @@
-"""The families that tests run over: one row each. Tests of parity, conversion, layouts, adapters and servers derive
-their lists from these rows."""
+"""The families that tests run over: one row each. Tests of parity, conversion, layouts, adapters
+and servers derive their lists from these rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,7 +48,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """A family in tests: how its tiny checkpoint is made, and what is known of it without the program."""
+    """A family in tests: how its tiny checkpoint is made, and what is known of it without the
+    program."""
 
     config: type
     """Class of the configuration in transformers."""
@@ -57,7 +58,8 @@ class TinyFamily:
     """Class of the model in transformers. Its name is the architecture."""
 
     num_served: int
-    """Parameters of a server of two layers, which has q, k and v in one, gate and up in one, and all experts in two."""
+    """Parameters of a server of two layers, which has q, k and v in one, gate and up in one, and
+    all experts in two."""
 
     fields: Callable[[Shape], dict] = lambda shape: {}
     """Fields of config.json besides those of all families; None = the field is left out."""
@@ -69,7 +71,8 @@ class TinyFamily:
     """Whether layers have experts."""
 
     has_own_layers: bool = False
-    """Whether layers differ from those of other families, so that tests of layouts and rounding run over them."""
+    """Whether layers differ from those of other families, so that tests of layouts and rounding run
+    over them."""
 
     cuts_experts: bool = True
     """Whether expert tensor parallelism is supported."""
@@ -84,11 +87,12 @@ class TinyFamily:
     """Number of experts -> modules with an adapter in two layers; None = 7 in each."""
 
     parity: dict[str, Options] = field(default_factory=dict)
-    """Name -> checkpoint whose log-probs are compared with those of transformers; {} = one under the family's name."""
+    """Name -> checkpoint whose log-probs are compared with those of transformers; {} = one under
+    the family's name."""
 
     converted: dict[str, Options] = field(default_factory=dict)
-    """Name -> checkpoint that is converted and converted back; {} = one under the family's name. bf16 in a name is its
-    type, files stands for several files."""
+    """Name -> checkpoint that is converted and converted back; {} = one under the family's name.
+    bf16 in a name is its type, files stands for several files."""
 
 
 LLAMA3_ROPE = {
@@ -99,7 +103,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# With 16 dimensions a head and original_max_position_embeddings 64 some pairs are kept, some divided, some in between.
+# With 16 dimensions a head and original_max_position_embeddings 64 some pairs are kept, some
+# divided, some in between.
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 GEMMA3_ROPE = {  # two kinds of rotary settings
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -125,7 +130,8 @@ def _mixture(shape: Shape, num_experts_key: str = "num_experts") -> dict:
 
 
 def _deepseek(shape: Shape) -> dict:
-    """Heads have other widths than hidden_size / heads: 16 + 8 of queries and keys, 12 of values."""
+    """Heads have other widths than hidden_size / heads: 16 + 8 of queries and keys, 12 of
+    values."""
     latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
     groups = dict(n_group=2, topk_group=shape.experts_per_token // 2, first_k_dense_replace=1)
     # what DeepSeek's own code and SGLang read, and transformers does not
@@ -185,7 +191,8 @@ FAMILIES: dict[str, TinyFamily] = {
         Gemma3TextConfig,
         Gemma3ForCausalLM,
         num_served=2 * (1 + 2 + 1 + 2 + 4) + 2,
-        # every other layer sees 8 tokens; products are not divided by the root of head_dim; tied, as all checkpoints
+        # every other layer sees 8 tokens; products are not divided by the root of head_dim; tied,
+        # as all checkpoints
         fields=lambda shape: dict(
             sliding_window=8, sliding_window_pattern=2, query_pre_attn_scalar=shape.hidden, tie_word_embeddings=True
         ),
@@ -208,12 +215,14 @@ FAMILIES: dict[str, TinyFamily] = {
     "glm4_moe": TinyFamily(
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
-        # a dense layer; one with a router, its bias, and two each of all experts and of the shared one
+        # a dense layer; one with a router, its bias, and two each of all experts and of the shared
+        # one
         num_served=(2 + 1 + 2 + 2) + (2 + 1 + 2 + 2 + 2 + 2) + 3,
         fields=lambda shape: _mixture(shape, "n_routed_experts") | dict(routed_scaling_factor=1.5, attention_bias=True),
         is_mixture=True,
         num_adapted=lambda num_experts: 2 * 4 + 3 + 3 * (num_experts + 1),
-        # norms of query and key, groups of experts, two shared experts, two dense layers, more of a head rotated
+        # norms of query and key, groups of experts, two shared experts, two dense layers, more of a
+        # head rotated
         parity={
             "glm4_moe": {},
             "glm4_moe_groups": dict(
@@ -243,7 +252,8 @@ FAMILIES: dict[str, TinyFamily] = {
         has_own_layers=True,
         modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP),
         num_adapted=lambda num_experts: 2 * 5 + 3 + 3 * (num_experts + 1),
-        # queries of the hidden states, pairs of one of each half, frequencies that are not scaled, two of four groups
+        # queries of the hidden states, pairs of one of each half, frequencies that are not scaled,
+        # two of four groups
         parity={
             "deepseek_v3": {},
             "deepseek_v3_whole_queries": dict(
@@ -275,8 +285,8 @@ MODULES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in f
 
 
 def parity_models(*, is_mixture: bool) -> dict[str, Options]:
-    """Return the checkpoints of dense families, or of mixtures, that are compared with transformers. The vocabulary is
-    odd, so that it is padded under tensor parallelism."""
+    """Return the checkpoints of dense families, or of mixtures, that are compared with
+    transformers. The vocabulary is odd, so that it is padded under tensor parallelism."""
     return {
         name: {"family": family, "vocab": 131, **options}
         for family, row in FAMILIES.items()
@@ -295,7 +305,8 @@ def converted_models() -> dict[str, Options]:
 
 
 def own_layers(*, is_mixture: bool | None = None) -> tuple[str, ...]:
-    """Return the families whose layers differ from those of others; is_mixture: only mixtures, or only dense ones."""
+    """Return the families whose layers differ from those of others; is_mixture: only mixtures, or
+    only dense ones."""
     return tuple(
         name
         for name, row in FAMILIES.items()

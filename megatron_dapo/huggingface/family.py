@@ -1,4 +1,5 @@
-"""What a family of models is: the class of `families/NAME.py`, and the fields of config.json that families share."""
+"""What a family of models is: the class of `families/NAME.py`, and the fields of config.json that
+families share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,10 +8,11 @@ from typing import Any, Literal
 from megatron_dapo.huggingface.weight_rows import DECODER, Row
 
 NeutralValues = Mapping[str, Callable[[object], bool]]
-"""Fields of config.json that change the computation, each with the values under which it does not."""
+"""Fields of config.json that change the computation, each with the values under which it does
+not."""
 
-# The fields of every family. What training by log-probs does not use (router_aux_loss_coef, output_router_logits) is
-# not looked at.
+# The fields of every family. What training by log-probs does not use (router_aux_loss_coef,
+# output_router_logits) is not looked at.
 PLAIN: NeutralValues = {
     "hidden_act": lambda value: value == "silu",
     "attention_bias": lambda value: not value,
@@ -44,7 +46,8 @@ SHARED_MIXTURE: NeutralValues = {  # experts behind dense first layers, beside a
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings, no biases)."""
+    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings,
+    no biases)."""
 
     architecture: str
     """First name in `architectures` of config.json."""
@@ -53,7 +56,8 @@ class Family:
     """SGLang's class, or ours of it: `module:Class`."""
 
     neutral: NeutralValues
-    """Fields of config.json that change the computation, with the values that do not; other values are refused."""
+    """Fields of config.json that change the computation, with the values that do not; other values
+    are refused."""
 
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values that transformers takes for absent fields, where other families take others."""
@@ -68,7 +72,8 @@ class Family:
     """Whether query, key and value have biases; None = as attention_bias of config.json says."""
 
     qk_norm: bool | None = False
-    """Whether each query and key head has an RMSNorm before the rotation; None = as use_qk_norm says."""
+    """Whether each query and key head has an RMSNorm before the rotation; None = as use_qk_norm
+    says."""
 
     ffn_key: str = "intermediate_size"
     """Field of config.json with the width of an MLP, or of one expert."""
@@ -77,19 +82,22 @@ class Family:
     """Whether layers have experts in place of MLPs, as in Qwen3-MoE."""
 
     has_shared_experts: bool = False
-    """Whether the mixture is as in GLM-4.5: dense first layers, shared experts, a sigmoid router with a bias."""
+    """Whether the mixture is as in GLM-4.5: dense first layers, shared experts, a sigmoid router
+    with a bias."""
 
     is_latent: bool = False
     """Whether the attention is latent (`LatentAttention`)."""
 
     windows: Literal["rotated apart", "rotated alike"] | None = None
-    """Whether layers with a window have rotary settings of their own; None = no layer has a window."""
+    """Whether layers with a window have rotary settings of their own; None = no layer has a
+    window."""
 
     partial_rotary: bool = False
     """Whether config.json says which share of a head's dimensions is rotated."""
 
     needs_rope: bool = False
-    """Whether rotary settings must be there, because libraries take different ones for absent ones."""
+    """Whether rotary settings must be there, because libraries take different ones for absent
+    ones."""
 
     spec_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
     """Fields of `ModelSpec` that have other values than the plain decoder's, from config.json."""

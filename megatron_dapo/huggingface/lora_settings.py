@@ -1,4 +1,5 @@
-"""What the config says of low-rank adapters (LoRA, arXiv 2106.09685): which linear modules have one, of what rank."""
+"""What the config says of low-rank adapters (LoRA, arXiv 2106.09685): which linear modules have
+one, of what rank."""
 
 from dataclasses import dataclass
 
@@ -9,12 +10,14 @@ ALL_LINEAR = "all-linear"
 LINEAR_MODULES = tuple(
     dict.fromkeys(name for family in FAMILIES.values() for row in family.rows for name in row.modules)
 )
-"""What `all-linear` stands for, as far as a family has it: a layer's linear modules by their Hugging Face names."""
+"""What `all-linear` stands for, as far as a family has it: a layer's linear modules by their
+Hugging Face names."""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapters of a run. A module's weight W becomes W + alpha / rank x B A, with A [rank, in] and B [out, rank].
+    """The adapters of a run. A module's weight W becomes W + alpha / rank x B A, with A [rank, in]
+    and B [out, rank].
 
     targets: last names of the modules that have one, where a layer has them. seed: of the random A.
     """
@@ -29,7 +32,8 @@ class LoraSettings:
         return self.alpha / self.rank
 
     def is_target(self, weight_name: str) -> bool:
-        """Return whether a Hugging Face tensor, by its name, is the weight of a module that has an adapter."""
+        """Return whether a Hugging Face tensor, by its name, is the weight of a module that has an
+        adapter."""
         *_, module, kind = ["", *weight_name.split(".")]
         return kind == "weight" and module in self.targets
 
@@ -43,7 +47,8 @@ def lora_settings(config: Config) -> LoraSettings | None:
 
 
 def target_modules(config: Config) -> tuple[str, ...]:
-    """Return the names of the modules that the key stands for, in the layer's order; unknown ones come last."""
+    """Return the names of the modules that the key stands for, in the layer's order; unknown ones
+    come last."""
     names = config.actor_rollout_ref.model.target_modules
     if names == ALL_LINEAR:
         return LINEAR_MODULES
@@ -53,6 +58,7 @@ def target_modules(config: Config) -> tuple[str, ...]:
 
 
 def actor_is_reference(config: Config) -> bool:
-    """Return whether the actor without its adapters is the reference: then no second model is built."""
+    """Return whether the actor without its adapters is the reference: then no second model is
+    built."""
     references = config.actor_rollout_ref
     return bool(references.model.lora_rank) and references.ref.path is None

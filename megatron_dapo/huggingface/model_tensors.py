@@ -1,4 +1,5 @@
-"""The tensors of a model, by its weight rows: in its Hugging Face checkpoint, and as a server of SGLang holds them."""
+"""The tensors of a model, by its weight rows: in its Hugging Face checkpoint, and as a server of
+SGLang holds them."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ def rows_of(spec: ModelSpec) -> list[Row]:
 
 
 def linear_modules(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the last names of the linear modules of a layer, in the order of the rows; those of experts, too."""
+    """Return the last names of the linear modules of a layer, in the order of the rows; those of
+    experts, too."""
     first_and_last = (0, spec.num_layers - 1)  # layers with experts come behind dense ones
     rows = [row for layer in first_and_last for row in rows_of_layer(spec, layer)]
     return tuple(dict.fromkeys(name for row in rows for name in row.modules))
@@ -69,7 +71,8 @@ def attention_weights(spec: ModelSpec) -> int:
 
 @cache
 def product_weights(spec: ModelSpec, layer: int) -> int:
-    """Return how many weights of a layer a token is multiplied by; of experts, those that it passes through."""
+    """Return how many weights of a layer a token is multiplied by; of experts, those that it passes
+    through."""
     per_token = spec.moe.experts_per_token if spec.moe else 0
     return sum(
         math.prod(shape) * (per_token if row.of_experts else 1)
@@ -80,7 +83,8 @@ def product_weights(spec: ModelSpec, layer: int) -> int:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of the model."""
+    """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of
+    the model."""
     num_experts = spec.moe.num_experts if spec.moe else 0
     return {
         name.format(**numbers): (num_experts, *shape) if row.is_stacked else shape
@@ -115,7 +119,8 @@ def _served(row: Row, index: int, numbers: dict[str, int], spec: ModelSpec) -> S
 
 
 def _numbered(spec: ModelSpec) -> list[tuple[Row, dict[str, int]]]:
-    """Return the rows in the order of the model, once for each layer and expert, with the numbers of these."""
+    """Return the rows in the order of the model, once for each layer and expert, with the numbers
+    of these."""
     rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in rows_of(spec)]
     if spec.moe is not None:
         rows = _repeated(rows, "e", spec.moe.num_experts)
@@ -124,7 +129,8 @@ def _numbered(spec: ModelSpec) -> list[tuple[Row, dict[str, int]]]:
 
 
 def _repeated(rows: list[tuple[Row, dict[str, int]]], what: str, number: int) -> list[tuple[Row, dict[str, int]]]:
-    """Return the rows, with those of a layer (or expert), which follow one another, once for each of them."""
+    """Return the rows, with those of a layer (or expert), which follow one another, once for each
+    of them."""
     is_inside = [f"{{{what}}}" in row.megatron for row, _ in rows]
     first = is_inside.index(True)
     last = len(rows) - is_inside[::-1].index(True)

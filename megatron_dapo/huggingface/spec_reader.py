@@ -15,17 +15,19 @@ from megatron_dapo.huggingface.windows import of_global_layers, read_windows
 from megatron_dapo.storage.model_folder import ModelFolder
 
 LANGUAGE_MODEL, CLASSIFIERS = "ForCausalLM", ("ForTokenClassification", "ForSequenceClassification")
-"""How Hugging Face's names of architectures end: of a family's language model, and of its body with another head."""
+"""How Hugging Face's names of architectures end: of a family's language model, and of its body with
+another head."""
 
 
 def read_critic_spec(path: str | Path) -> ModelSpec:
-    """Return the ModelSpec of what a critic starts from: a language model of ours, or a classifier of its family.
-    Raises as `read_model_spec`."""
+    """Return the ModelSpec of what a critic starts from: a language model of ours, or a classifier
+    of its family. Raises as `read_model_spec`."""
     return critic_spec(*_read_config(path, "critic.model.path"))
 
 
 def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """Return the ModelSpec of a critic from the parsed config.json of what it starts from. Raises as `model_spec`."""
+    """Return the ModelSpec of a critic from the parsed config.json of what it starts from. Raises
+    as `model_spec`."""
     names = hf.get("architectures")
     if isinstance(names, list) and names:
         name = str(names[0])
@@ -38,7 +40,8 @@ def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
 
 
 def read_model_spec(path: str | Path) -> ModelSpec:
-    """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported architecture or field."""
+    """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported
+    architecture or field."""
     return model_spec(*_read_config(path))
 
 
@@ -59,7 +62,8 @@ def _read_config(path: str | Path, key: str = "actor_rollout_ref.model.path") ->
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """Return the ModelSpec of a parsed config.json. Raises UserError with all that is wrong or not supported there."""
+    """Return the ModelSpec of a parsed config.json. Raises UserError with all that is wrong or not
+    supported there."""
     named = hf.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)

@@ -1,19 +1,17 @@
-"""One row per Megatron parameter: the Hugging Face tensors it is made of, how they are cut, how a server holds them.
+"""One row per Megatron parameter: the Hugging Face tensors it is made of, how they are cut, how a
+server holds them.
 
-Plain data: `models/weight_map.py` applies the rows to parameters, `model_tensors.py` lists a model's tensors by them.
+Plain data: `models/weight_map.py` applies the rows to parameters, `model_tensors.py` lists a
+model's tensors by them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
-TransformName = Literal["same", "qkv", "stacked", "latent", "latent_queries", "interleaved", "transposed"]
-"""Keys of models/weight_map.py: TRANSFORMS."""
-
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_HEAD = ("score.weight", "score.bias")  # as in Hugging Face's token classification with one label
@@ -31,8 +29,8 @@ ROUTER = LAYER + "mlp.router."
 class Row:
     """A Megatron parameter and its Hugging Face tensors.
 
-    In names `{l}` stands for the layer and `{e}` for the expert. A Megatron name counts experts on a rank, a Hugging
-    Face name in the model.
+    In names `{l}` stands for the layer and `{e}` for the expert. A Megatron name counts experts on
+    a rank, a Hugging Face name in the model.
     """
 
     megatron: str
@@ -41,29 +39,34 @@ class Row:
     hf: tuple[str, ...]
     """Names of the Hugging Face tensors, in the order of `shapes`."""
 
-    transform: TransformName
-    """How slices of the tensors make a rank's shard, and how the shard is split into them."""
+    transform: str
+    """Key of models/weight_map.py: TRANSFORMS. Joins slices of the tensors into a rank's shard."""
 
     shapes: Shapes
     """Shapes of the tensors; of a stack, those of one expert."""
 
     cut: int | None = None
-    """Axis along which tensor-parallel ranks, of trainer and server, hold slices; None = every rank holds all."""
+    """Axis along which tensor-parallel ranks, of trainer and server, hold slices; None = every rank
+    holds all."""
 
     blocks: Shapes | None = None
-    """Per tensor, heights of what stands in it one below the other, each cut by itself; None = nothing does."""
+    """Per tensor, heights of what stands in it one below the other, each cut by itself; None =
+    nothing does."""
 
     unit: Callable[[ModelSpec], int] = lambda m: 1
-    """Rows that a cut keeps together. Server ranks that outnumber the units of a tensor repeat them."""
+    """Rows that a cut keeps together. Server ranks that outnumber the units of a tensor repeat
+    them."""
 
     alias: str | None = None
-    """Megatron name with Transformer Engine, where it fuses the norm into the product, or all experts into one."""
+    """Megatron name with Transformer Engine, where it fuses the norm into the product, or all
+    experts into one."""
 
     is_stacked: bool = False
     """Whether a tensor is a stack of those of all experts of a layer."""
 
     served_as: str | None = None
-    """Name of the server's parameter that holds all of the tensors; None = each is held under its own name."""
+    """Name of the server's parameter that holds all of the tensors; None = each is held under its
+    own name."""
 
     served_types: Callable[[ModelSpec], tuple[str, ...]] = lambda m: ()
     """Types in which a server may hold them, the usual one first; () = the trainer's type."""
@@ -87,14 +90,15 @@ class Row:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the last names of the Hugging Face modules, if these are linear modules of a layer."""
+        """Return the last names of the Hugging Face modules, if these are linear modules of a
+        layer."""
         is_linear = ".linear_" in self.megatron and self.megatron.endswith(".weight")
         return tuple(name.split(".")[-2] for name in self.hf) if is_linear and not self.is_stacked else ()
 
 
 def changed(rows: tuple[Row, ...], *changes: Row) -> tuple[Row, ...]:
-    """Return the rows with `changes` in place of the rows of the same Megatron parameters. Changes of parameters
-    without a row stand behind the last row of a layer."""
+    """Return the rows with `changes` in place of the rows of the same Megatron parameters. Changes
+    of parameters without a row stand behind the last row of a layer."""
     by_name = {row.megatron: row for row in changes}
     new = [row for row in changes if all(row.megatron != other.megatron for other in rows)]
     kept = [by_name.get(row.megatron, row) for row in rows]
@@ -109,7 +113,8 @@ def norm(megatron: str, hf: str, alias: str | None = None) -> Row:
 
 
 def output_norms(attention: str, mlp: str) -> tuple[Row, Row]:
-    """Return the rows of the norms of what a layer's two blocks add to the hidden states (`layers.OutputNorm`)."""
+    """Return the rows of the norms of what a layer's two blocks add to the hidden states
+    (`layers.OutputNorm`)."""
     return norm("self_attn_bda", attention), norm("mlp_bda", mlp)
 
 
@@ -146,7 +151,13 @@ def _qkv(kind: str, shapes: Shapes, where: Callable[[ModelSpec], bool] = lambda 
     )  # fmt: skip
 
 
-def _mlp(megatron: str, hf: str, width: Callable[[ModelSpec], int], in_layer: Callable, where: Callable) -> list[Row]:
+def _mlp(
+    megatron: str,
+    hf: str,
+    width: Callable[[ModelSpec], int],
+    in_layer: Callable[[ModelSpec, int], bool],
+    where: Callable[[ModelSpec], bool],
+) -> list[Row]:
     """Return the rows of a gated MLP. megatron, hf: what the names of its modules begin with."""
     up = Row(
         LAYER + megatron + "linear_fc1.weight",

@@ -1,9 +1,11 @@
 """Applies the weight rows of a family (huggingface/weight_rows.py) to Megatron's parameters.
 
-Loading a checkpoint, exporting one and sending weights to the servers all go through these entries and nothing else.
+Loading a checkpoint, exporting one and sending weights to the servers all go through these entries
+and nothing else.
 
-A row says along which axis tensor-parallel ranks hold slices of the Hugging Face tensors. Of an expert these are the
-expert-tensor-parallel ranks. Its transform joins a rank's slices into the Megatron shard, and splits the shard again.
+A row says along which axis tensor-parallel ranks hold slices of the Hugging Face tensors. Of an
+expert these are the expert-tensor-parallel ranks. Its transform joins a rank's slices into the
+Megatron shard, and splits the shard again.
 """
 
 import re
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import rows_of
-from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS, Row, TransformName
+from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS, Row
 
 ADAPTERS = "adapters."  # what names of adapters begin with, which have no row: models/lora.py
 
@@ -35,8 +37,9 @@ class Transform:
 def _join_qkv(parts: list[Tensor], spec: ModelSpec) -> Tensor:
     """Put q, k, v rows into Megatron's order: [group][q heads of the group, k, v][head_dim] rows.
 
-    The rows of a head of q and k are put such that the two halves of the rotated ones are the two coordinates of each
-    pair, in all families. Products of q and k do not depend on the order of the dimensions.
+    The rows of a head of q and k are put such that the two halves of the rotated ones are the two
+    coordinates of each pair, in all families. Products of q and k do not depend on the order of the
+    dimensions.
     """
     q, k, v = (part.unflatten(0, (-1, spec.head_dim)) for part in parts)
     if spec.rotary_interleaved:
@@ -57,12 +60,14 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 def _halves(spec: ModelSpec) -> list[int]:
-    """Return the places in a checkpoint of a head's rows in Megatron's order, where rotated pairs are neighbours."""
+    """Return the places in a checkpoint of a head's rows in Megatron's order, where rotated pairs
+    are neighbours."""
     return [*_rotated_order(spec), *range(spec.rotary_dim, spec.head_dim)]
 
 
 def _join_latent_queries(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the rotated dimensions of each head, which are its last in a checkpoint, first, as `_join_qkv` has them."""
+    """Put the rotated dimensions of each head, which are its last in a checkpoint, first, as
+    `_join_qkv` has them."""
     return parts[0].unflatten(0, (-1, spec.head_dim))[:, _rotated_first(spec)].flatten(0, 1)
 
 
@@ -78,7 +83,8 @@ def _rotated_first(spec: ModelSpec) -> list[int]:
 
 
 def _join_latent(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the rows of the latent vectors and of the rotated keys, which come last, one below the other."""
+    """Put the rows of the latent vectors and of the rotated keys, which come last, one below the
+    other."""
     *queries, keys = parts
     latent, rotated = keys.tensor_split([keys.size(0) - spec.rotary_dim])
     return torch.cat([*queries, latent, rotated[_rotated_order(spec)]])
@@ -93,13 +99,15 @@ def _split_latent(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 def _rotated_order(spec: ModelSpec) -> list[int]:
-    """Return the places in a checkpoint of the rotated rows in Megatron's order, which has both halves of the pairs."""
+    """Return the places in a checkpoint of the rotated rows in Megatron's order, which has both
+    halves of the pairs."""
     rotated = range(spec.rotary_dim)
     return [*rotated[::2], *rotated[1::2]] if spec.rotary_interleaved else list(rotated)
 
 
 def _join_interleaved(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the columns of gate and up, which alternate, one below the other as rows; of biases, the numbers."""
+    """Put the columns of gate and up, which alternate, one below the other as rows; of biases, the
+    numbers."""
     columns = parts[0].t() if parts[0].dim() > 1 else parts[0]
     return torch.cat([columns[::2], columns[1::2]])
 
@@ -110,7 +118,7 @@ def _split_interleaved(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 SAME = Transform(lambda parts, spec: parts[0], lambda shard, spec: [shard])
-TRANSFORMS: dict[TransformName, Transform] = {
+TRANSFORMS: dict[str, Transform] = {
     "same": SAME,
     "qkv": Transform(_join_qkv, _split_qkv),
     "stacked": Transform(lambda parts, spec: torch.cat(parts), lambda shard, spec: list(shard.chunk(2))),
@@ -122,8 +130,8 @@ TRANSFORMS: dict[TransformName, Transform] = {
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor in a model of this type. A router's bias is always in float32, because it decides
-    between scores that lie close together."""
+    """Return the type of a tensor in a model of this type. A router's bias is always in float32,
+    because it decides between scores that lie close together."""
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
@@ -146,7 +154,8 @@ class Entry:
     """Axis of the HF tensors along which ranks hold slices; None = every rank holds all."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """Per HF tensor, heights of what stands in it one below the other, each cut by itself; () = nothing does."""
+    """Per HF tensor, heights of what stands in it one below the other, each cut by itself; () =
+    nothing does."""
 
     is_copy: bool = False
     """Whether it is a second copy of a tensor of another stage: loaded, never exported."""
@@ -172,12 +181,14 @@ class Entry:
         return torch.cat([part for block in zip(*of_ranks, strict=True) for part in block])
 
     def expert_on(self, ep_rank: int) -> int:
-        """Return the number of the expert whose parameter lies in this one's place on another expert-parallel rank."""
+        """Return the number of the expert whose parameter lies in this one's place on another
+        expert-parallel rank."""
         assert self.expert is not None, f"{self.hf_names} belong to no expert"
         return ep_rank * self.num_local_experts + self.expert % self.num_local_experts
 
     def hf_names_on(self, ep_rank: int) -> tuple[str, ...]:
-        """Return the names where this parameter, of an expert, lies on another expert-parallel rank."""
+        """Return the names where this parameter, of an expert, lies on another expert-parallel
+        rank."""
         number = self.expert_on(ep_rank)
         return tuple(name.replace(f".experts.{self.expert}.", f".experts.{number}.") for name in self.hf_names)
 
@@ -192,8 +203,8 @@ _EXPERT = re.compile(
 
 
 def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], list[int], torch.nn.Parameter]]:
-    """Yield (name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole model, numbers of all
-    experts of this rank, parameter)."""
+    """Yield (name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole
+    model, numbers of all experts of this rank, parameter)."""
     for name, parameter in chunk.named_parameters():
         if name.startswith(ADAPTERS):
             continue
@@ -217,7 +228,8 @@ def expert_parameters(chunk: GPTModel) -> Iterator[torch.nn.Parameter]:
 
 
 def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
-    """Apply the rows to this rank's parameters, in a fixed order. Every parameter has exactly one row."""
+    """Apply the rows to this rank's parameters, in a fixed order. Every parameter has exactly one
+    row."""
     rows = rows_of(spec)
     entries = []
     for chunk in chunks:

@@ -1,9 +1,10 @@
-"""The servers' tensor checksums, computed on the trainer's side: equal exactly where the bits are equal.
+"""The servers' tensor checksums, computed on the trainer's side: equal exactly where the bits are
+equal.
 
-SGLang's `weights_checker` gives a checksum per parameter on CPU and GPU alike (its other readings do not do: `compare`
-needs CUDA, `get_weights_by_name` knows few models and cuts long tensors). Its parameters are fused
-and cut by the server's tensor parallelism, so the trainer's tensors are brought into that form first
-(`TensorSpec.served`, from the weight rows of the family).
+SGLang's `weights_checker` gives a checksum per parameter on CPU and GPU alike (its other readings
+do not do: `compare` needs CUDA, `get_weights_by_name` knows few models and cuts long tensors). Its
+parameters are fused and cut by the server's tensor parallelism, so the trainer's tensors are
+brought into that form first (`TensorSpec.served`, from the weight rows of the family).
 """
 
 import hashlib
@@ -23,7 +24,8 @@ VOCABULARY_MULTIPLE = 64
 
 
 def server_parameters(specs: Iterable[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
-    """Return, by server parameter name, the tensors that each parameter is made of, in order, in the server's types."""
+    """Return, by server parameter name, the tensors that each parameter is made of, in order, in
+    the server's types."""
     parameters: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         parameters.setdefault(_served(spec).parameter, []).append(_in_type(spec, 0))
@@ -41,8 +43,8 @@ def _in_type(spec: TensorSpec, choice: int) -> TensorSpec:
 
 
 def server_tensor(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-    """Return the parameter that rank tp_rank of a server with tp_size ranks holds, from the full tensors it is made
-    of."""
+    """Return the parameter that rank tp_rank of a server with tp_size ranks holds, from the full
+    tensors it is made of."""
     slices = [
         _slice(spec, tensor.to(spec.dtype), tp_rank, tp_size) for spec, tensor in zip(specs, tensors, strict=True)
     ]
@@ -56,8 +58,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def accepted_tensors(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int
 ) -> Iterator[Tensor]:
-    """Yield the forms in which that rank may hold the parameter: one for each type, and of a vocabulary's table the
-    whole without padding, which SGLang's Gemma 3 has on each rank."""
+    """Yield the forms in which that rank may hold the parameter: one for each type, and of a
+    vocabulary's table the whole without padding, which SGLang's Gemma 3 has on each rank."""
     for choice in range(max(1, len(_served(specs[0]).types))):
         yield server_tensor([_in_type(spec, choice) for spec in specs], tensors, tp_rank, tp_size)
     if specs[0].name in VOCABULARY:
@@ -93,7 +95,8 @@ def _pad_vocabulary(tensor: Tensor, tp_size: int) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Return what `weights_checker` reports for this tensor on a server of the same kind of device."""
+    """Return what `weights_checker` reports for this tensor on a server of the same kind of
+    device."""
     return gpu_checksum(tensor) if tensor.is_cuda else cpu_checksum(tensor)
 
 
@@ -104,8 +107,8 @@ def cpu_checksum(tensor: Tensor) -> str:
 
 
 def gpu_checksum(tensor: Tensor) -> str:
-    """Return SGLang's hash of a GPU tensor (its kernels.ops.memory.gpu_tensor_hash), in hexadecimal. It is computed in
-    tensor operations, which work on any device."""
+    """Return SGLang's hash of a GPU tensor (its kernels.ops.memory.gpu_tensor_hash), in
+    hexadecimal. It is computed in tensor operations, which work on any device."""
     return f"{_tiled_hash(tensor):016x}"
 
 
@@ -142,8 +145,8 @@ def _tiled_hash(tensor: Tensor) -> int:
 
 
 def _tile_sums(words: Tensor, start: int, which: int, num_words: int) -> Tensor:
-    """Return one half of each tile's hash as [tiles] int64, for words from position `start` on. `which` is 0 for the
-    upper half and 1 for the lower half."""
+    """Return one half of each tile's hash as [tiles] int64, for words from position `start` on.
+    `which` is 0 for the upper half and 1 for the lower half."""
     position = torch.arange(start, start + words.numel(), device=words.device) & _U32
     rotation = _POSITION_ROTATIONS[which]
     rotated = ((position << rotation) | (position >> (32 - rotation))) & _U32

@@ -1,4 +1,5 @@
-"""Every family in a real server of two ranks: the same model as in transformers, before and after a push."""
+"""Every family in a real server of two ranks: the same model as in transformers, before and after a
+push."""
 
 import asyncio
 import json
@@ -32,7 +33,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model_path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a checkpoint that is said to be in bfloat16, as the published ones; servers of a CPU compute in float32."""
+    """Of a checkpoint that is said to be in bfloat16, as the published ones; servers of a CPU
+    compute in float32."""
     path = make_tiny(tmp_path_factory.mktemp(family), family, vocab=65, layers=2, hidden=HIDDEN)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

@@ -14,9 +14,9 @@ from megatron_dapo.huggingface.weight_rows import (
     router_shape,
 )
 
-# The norms of latent vectors have this epsilon in transformers, and rms_norm_eps in SGLang. transformers has only the
-# kind of router that the next three fields name; SGLang reads them, so that they must be there. With router_fp32 SGLang
-# holds the weight of a router in float32.
+# The norms of latent vectors have this epsilon in transformers, and rms_norm_eps in SGLang.
+# transformers has only the kind of router that the next three fields name; SGLang reads them, so
+# that they must be there. With router_fp32 SGLang holds the weight of a router in float32.
 NEUTRAL: NeutralValues = {
     **SHARED_MIXTURE,
     "attention_bias": lambda value: not value,

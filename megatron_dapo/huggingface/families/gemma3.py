@@ -3,7 +3,8 @@
 from megatron_dapo.huggingface.family import DENSE, Family, NeutralValues
 from megatron_dapo.huggingface.weight_rows import DECODER, changed, norm_before_mlp, output_norms
 
-# SGLang answers with the embedding as head, whatever tie_word_embeddings says, and without final_logit_softcapping.
+# SGLang answers with the embedding as head, whatever tie_word_embeddings says, and without
+# final_logit_softcapping.
 NEUTRAL: NeutralValues = {
     **{name: rule for name, rule in DENSE.items() if name not in ("hidden_act", "layer_types")},
     "hidden_activation": lambda value: value == "gelu_pytorch_tanh",

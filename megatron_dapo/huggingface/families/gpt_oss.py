@@ -16,9 +16,10 @@ from megatron_dapo.huggingface.weight_rows import (
     router_shape,
 )
 
-# The factor in the sigmoid has one name in transformers and another in SGLang, which also has a head of its own always.
-# Without layer_types transformers has a window in every other layer, whatever sliding_window_pattern says.
-# In SGLang the weights of a token's experts are divided by their sum, as in transformers, whatever config.json says.
+# The factor in the sigmoid has one name in transformers and another in SGLang, which also has a
+# head of its own always. Without layer_types transformers has a window in every other layer,
+# whatever sliding_window_pattern says. In SGLang the weights of a token's experts are divided by
+# their sum, as in transformers, whatever config.json says.
 NEUTRAL: NeutralValues = {
     **{name: rule for name, rule in MIXTURE.items() if name != "layer_types"},
     "attention_bias": lambda value: value is True,
