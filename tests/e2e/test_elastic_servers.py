@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_dapo.checkpointing.folders import newest_first, read_controller_state, read_trainer_state
 from megatron_dapo.checkpointing.manifest import verify
 from megatron_dapo.checks.run_checks import load_and_validate
-from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.data.samples import Sample
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
@@ -159,47 +156,3 @@ def test_ahead_of_the_trainer_responses_go_on_while_weights_are_pushed(config, r
     num_interrupted = sum(number > 1 for number in spans)
     print(f"{num_interrupted} of {len(spans)} responses have tokens of several versions")
     assert num_interrupted == 0 if not config.actor_rollout_ref.rollout.max_staleness else num_interrupted > num_steps
-
-
-def test_a_run_that_is_stopped_ahead_of_the_trainer_goes_on_with_what_servers_had_begun_to_write(tmp_path):
-    """Tokens of before a stop keep the version and the log-prob that they had. A stop may meet servers that have not
-    written anything yet: there are as many as it takes, and one more life, in which what was begun is trained on."""
-    config = make_config(tmp_path, max_staleness=2, num_steps=1000)
-    run, servers = RunFolder.of(config.trainer), StandIns(2)
-    begun: dict[str, list] = {}
-    for last in range(3, 35, 4):
-        was_enough = sum(len(partial["tokens"]) > 0 for partials in begun.values() for partial in partials) > 12
-        asked: list[int] = []
-
-        def look(num_done: int, last: int = last, asked: list[int] = asked) -> None:
-            if num_done >= last and not asked:
-                asked.append(num_done)
-                run.stop.touch()
-
-        with forks():
-            assert train(config, servers, look) == SAVED_EXIT_CODE, tail(run)
-        newest, *_ = newest_first(run.checkpoints)
-        if was_enough:
-            break
-        draws = read_controller_state(newest)["queue"]["open"]
-        begun |= {draw["uid"]: draw["partials"] for draw in draws if draw.get("partials")}
-    num_steps = read_trainer_state(newest)["step"]
-    check_accounts(config, num_steps)
-    by_version = fingerprints(config, num_steps)
-    assert all(len(values) == 1 for values in by_version.values()), "a label is wrong"
-    trained = {group.uid: group for step in range(1, num_steps + 1) for group in read_batch(run.batches, step).groups}
-    num_continued = 0
-    for uid, partials in begun.items():
-        for partial in partials if uid in trained else ():
-            of_begun = [each for each in trained[uid].samples if begins_with(each, partial)]
-            num_continued += bool(of_begun) and len(partial["tokens"]) > 0
-            assert of_begun, f"{uid}: nothing goes on with {partial}"
-    print(f"{num_continued} responses went on")
-    assert num_continued > 5
-
-
-def begins_with(sample: Sample, partial: dict) -> bool:
-    number = len(partial["tokens"])
-    begin = (sample.response_tokens[:number], sample.rollout_log_probs[:number], sample.weight_versions[:number])
-    pairs = zip(begin, (partial[name] for name in ("tokens", "log_probs", "weight_versions")), strict=True)
-    return all(np.array_equal(own, saved) for own, saved in pairs)
