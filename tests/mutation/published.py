@@ -285,7 +285,7 @@ BUGS = (
     PublishedBug(
         "end-token-without-loss",
         TRAJECTORY,
-        "        # those of an environment's tokens before it are among them\n",
+        "        # with those of an environment's tokens before it\n",
         "        self.loss_mask = np.append(self.loss_mask[:-1], np.zeros(1, MASK))\n",
         "tests/unit/test_trajectory.py::test_the_server_is_sent_the_very_tokens_it_wrote",
     ),

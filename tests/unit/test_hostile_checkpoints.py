@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import shutil
-import tarfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from megatron_dapo.checkpointing.manifest import write_manifest
 from megatron_dapo.checkpointing.model_weights import load_weights
 from megatron_dapo.checkpointing.state_file import read_state
 from megatron_dapo.checkpointing.torch_dist import reading
-from megatron_dapo.checkpointing.torch_dist.generators import STORED_CLASSES, restore_generators
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.commands.evaluation import command as evaluation
@@ -348,16 +346,3 @@ def test_a_state_of_any_depth_is_one_sentence(tmp_path, content):
     state.write_bytes(save_arrays({"json": np.frombuffer(content, np.uint8)}))
     with pytest.raises(ValueError):
         read_state(state)
-
-
-def test_generators_that_an_earlier_version_wrote_are_read(layout, tmp_path):
-    with tarfile.open(ROOT / "tests" / "distributed" / "data" / "checkpoint_tp2_pp2.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    folder = tmp_path / "tp2_pp2"
-    index = reading.read_index(folder)
-    places = {key.fqn: place for key, place in index.storage_data.items() if key.fqn.startswith("rng_state")}
-    assert len(places) == 4
-    for place in places.values():
-        content = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
-        restore_generators(reading.load_plain(io.BytesIO(content), *STORED_CLASSES)[0])
-    assert "optimizer_steps" in reading.read_common(folder)

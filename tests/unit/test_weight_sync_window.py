@@ -52,7 +52,7 @@ def send(recorder: Recorder, num_buckets: int, stage: int = 0, num_stages: int =
     buckets = tuple(SimpleNamespace(specs=(index,), is_last=index == last) for index in range(num_buckets))
     plan = SimpleNamespace(buckets=buckets, num_bytes=0, num_tensors=0)
     layout = SimpleNamespace(pp_rank=stage, pp=num_stages)
-    source = StageSource(recorder, plan, layout, SimpleNamespace(verify_num_tensors=1), recorder, CPU, None)
+    source = StageSource(recorder, plan, layout, SimpleNamespace(verify_num_tensors=1), recorder, CPU)
     return source.send(stage, 7, DEADLINE)
 
 
