@@ -6,7 +6,6 @@ are missing: their answers are made up. It uses nothing that the program did not
 """
 
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -141,11 +140,10 @@ def _imports() -> AbstractContextManager:
 
 
 def _spec(folder: Path) -> object:
-    """Return the spec of a model, by this checkout's reader."""
-    for name in ("megatron_dapo.huggingface.model_spec", "megatron_dapo.config.hf_config"):
-        with suppress(ModuleNotFoundError):
-            return importlib.import_module(name).read_model_spec(folder)
-    raise ModuleNotFoundError("no reader of config.json")
+    """Return the spec of a model."""
+    from megatron_dapo.huggingface.spec_reader import read_model_spec
+
+    return read_model_spec(folder)
 
 
 def _rank(rank: int, port: int, folder: Path, case: HandOver) -> None:
