@@ -39,8 +39,7 @@ def free_port(number: int = 1) -> int:
 def be_rank_of_another_host(rank: int) -> None:
     """Make this process a local rank that NCCL takes on a device which it shares with others: where each says another
     host, they talk over the loopback interface. On a machine with a GPU for each rank it takes its own."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    os.environ.setdefault("NCCL_HOSTID", f"rank-{rank}")
+    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}  # a child inherits its parent's
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 

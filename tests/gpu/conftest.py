@@ -4,8 +4,15 @@ alone
 python -m pytest -c tests/gpu/pytest.ini tests/gpu
 """
 
+import os
+
 import pytest
-import torch
+
+from megatron_dapo.common.child_environment import set_rank_defaults
+
+set_rank_defaults(os.environ)  # before torch and Transformer Engine are imported, as in a rank: one cuDNN for both
+
+import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

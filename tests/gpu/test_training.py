@@ -74,7 +74,7 @@ def test_a_gather_of_weights_under_the_forward_pass_changes_no_step(layout, mode
     checks.check_steps(layout, model_path, sharded, [*sharded, *overlapped], rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_a_mixtures_gradients_in_half_precision_are_near_those_in_float32(layout, tmp_path, family):
-    path = make_tiny(tmp_path, family, vocab=512, layers=2, hidden=256, heads=4)
+    path = make_tiny(tmp_path, family, vocab=512, layers=2, hidden=256, heads=4, **checks.ALL_EXPERTS)
     checks.check_gradients(layout, path, [*OURS, *FLOAT32], OURS)

@@ -87,8 +87,13 @@ def test_the_grouped_product_of_a_ranks_experts_equals_ours(layout, model_path, 
         one_by_one = targets == "all-linear" and "down_proj" in linear_modules(policy.model.spec)
         assert has_grouped_product(checks.policy_and_mini_batches(layout, model_path, beside)[0]) is not one_by_one
         checks.check_agreement(layout, model_path, beside, ITS, ROUTED_LOG_PROBS)
-    checks.check_gradients(layout, model_path, OURS, ITS)
     checks.check_export(layout, model_path, ITS, tmp_path)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixtures_gradients_are_near_ours(layout, tmp_path, family):
+    path = make_tiny(tmp_path, family, vocab=512, layers=2, hidden=256, heads=4, **checks.ALL_EXPERTS)
+    checks.check_gradients(layout, path, OURS, ITS)
 
 
 @pytest.mark.parametrize("kind", ["e4m3", "hybrid"])

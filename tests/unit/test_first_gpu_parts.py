@@ -10,7 +10,7 @@ import pytest
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.huggingface.spec_reader import read_model_spec
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, be_rank_of_another_host
 
 pytestmark = pytest.mark.unit
 
@@ -70,3 +70,21 @@ def test_each_rank_is_of_another_host_for_nccl():
     environment.pop("NCCL_HOSTID", None)
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
     assert said.stdout.strip() == ">> rank-3"
+
+
+def test_a_process_that_another_starts_says_another_host_than_its_parent(monkeypatch):
+    for name in ("LOCAL_RANK", "NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    hosts = []
+    for rank in (0, 1):
+        be_rank_of_another_host(rank)
+        hosts.append(os.environ["NCCL_HOSTID"])
+    assert hosts == ["rank-0", "rank-1"]
+
+
+def test_gpu_tests_have_the_environment_of_a_rank():
+    script = "import os, tests.gpu.conftest; print('>>', os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    command = [sys.executable, "-c", script]
+    said = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert said.stdout.strip() == ">> 1"
