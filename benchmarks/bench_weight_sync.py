@@ -11,7 +11,6 @@ request and takes up the next one, which it has already.
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -310,7 +309,6 @@ def main(arguments: Sequence[str] | None = None) -> dict:
     parser.add_argument("--quick", action="store_true", help="a model of 0.5 MB: does it run?")
     parser.add_argument("--rounds", type=int, help="times each is measured, in turns (default: 7)")
     parser.add_argument("--server", action="store_true", help="a real SGLang server as well")
-    parser.add_argument("--before", type=Path, metavar="PATH", help="results of an older commit, to be written beside")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results there too")
     options = parser.parse_args(arguments)
     rounds = options.rounds or (1 if options.quick else 7)
@@ -334,9 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         layout.shutdown()
     for result in results:
         show(result)
-    before = json.loads(options.before.read_text()) if options.before else None
-    more = {"before": {key: before[key] for key in ("date", "commit", "results")}} if before else {}
-    return written("weight_sync", device(), results, options.json, **more)
+    return written("weight_sync", device(), results, options.json)
 
 
 if __name__ == "__main__":

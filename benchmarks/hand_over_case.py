@@ -1,8 +1,8 @@
-"""One measurement of the hand-over, run as a file: PYTHONPATH says of which checkout the program is.
+"""One measurement of the hand-over, run as a file.
 
 The program's own parts do the work: the client reads a server's answers, the trainer's handle asks a controller in a
 child process, `StepDistributor` hands the step to the ranks, the checkpoint's code writes the state. Only the servers
-are missing: their answers are made up. It uses nothing that the program did not have when it held tuples.
+are missing: their answers are made up.
 """
 
 import gc
@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import orjson
 import psutil
 
 GROUP_SIZE = 16
@@ -115,10 +115,8 @@ class Answers:
         from megatron_dapo.rollout.trajectory import Trajectory
         from megatron_dapo.servers import client
 
-        parse: Callable = getattr(client, "orjson", json).loads
         trajectory = Trajectory(prompt)
-        add = getattr(trajectory, "add_model_turn", None) or trajectory.write  # type: ignore[attr-defined]
-        add(client.generation_of(parse(body)))
+        trajectory.add_model_turn(client.generation_of(orjson.loads(body)))
         text = "x" * (CHARACTERS_PER_TOKEN * self._case.num_tokens)
         return sampling._to_sample(uid, 0, trajectory, text, RewardResult(float(len(uid) % 2), True), unshaped)
 
@@ -130,27 +128,14 @@ def _controller(case: HandOver, config: object, connection: object, log_file: st
     handle._main(config, connection, log_file)  # type: ignore[arg-type]
 
 
-def _imports() -> AbstractContextManager:
-    """Return what a rank of this checkout's program imports its modules within."""
-    try:
-        from megatron_dapo.common.large_imports import large_imports
-    except ImportError:
-        return nullcontext()
-    return large_imports()
-
-
-def _spec(folder: Path) -> object:
-    """Return the spec of a model."""
-    from megatron_dapo.huggingface.spec_reader import read_model_spec
-
-    return read_model_spec(folder)
-
-
 def _rank(rank: int, port: int, folder: Path, case: HandOver) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": TP * DP, "LOCAL_WORLD_SIZE": TP * DP, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    with _imports():
+    from megatron_dapo.common.large_imports import large_imports
+
+    with large_imports():
         from megatron_dapo.config.loader import load_config
+        from megatron_dapo.huggingface.spec_reader import read_model_spec
         from megatron_dapo.platform.parallel import ParallelLayout
         from megatron_dapo.training.distribute import StepDistributor
 
@@ -165,7 +150,7 @@ def _rank(rank: int, port: int, folder: Path, case: HandOver) -> None:
         ],
     )
     layout = ParallelLayout.initialize(tp=TP, object_timeout_s=OBJECTS_TIMEOUT_S)
-    distributor = StepDistributor(config, layout, _spec(folder / "hf"))
+    distributor = StepDistributor(config, layout, read_model_spec(folder / "hf"))
     leader = _Leader(case, config, folder) if rank == 0 else None
     layout.gather(None)
     rounds = [_round(layout, distributor, leader) for _ in range(case.rounds)]

@@ -13,14 +13,10 @@ pytestmark = pytest.mark.unit
 
 def test_a_push_to_the_stand_in_takes_at_most_a_quarter_longer_than_a_raw_broadcast_that_is_loaded():
     content = json.loads((REPOSITORY / "benchmarks" / "results" / "weight_sync_cpu.json").read_text())
-    now, before = (
-        {(result["receiver"], result["num_bytes"], result["num_buckets"]): result for result in results}
-        for results in (content["results"], content["before"]["results"])
-    )
-    assert now.keys() > before.keys() and {receiver for receiver, *_ in now} == {"a stand-in", "SGLang"}
-    for (receiver, num_bytes, _), result in now.items():
-        assert num_bytes > 100e6
-        if receiver == "a stand-in":
+    assert {result["receiver"] for result in content["results"]} == {"a stand-in", "SGLang"}
+    for result in content["results"]:
+        assert result["num_bytes"] > 100e6
+        if result["receiver"] == "a stand-in":
             assert result["share_of_raw"]["raw, loaded"] >= 0.8
 
 
