@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         codes.append(program(["eval", *named, *sampling, *passed_on]))
         if codes[0] == 0:
             config = load_config(str(answers / "config.yaml"))
-            rates = pass_rates(config, options.data, answers)
-            num_rows, num_scored = write_scored(Path(options.data), options.output, config, rates, options.column)
+            rates = _pass_rates(config, options.data, answers)
+            num_rows, num_scored = _write_scored(Path(options.data), options.output, config, rates, options.column)
             print_line(f"{num_scored} of {num_rows} rows have a pass rate: {options.output}")
 
     with signals_as_exit():
@@ -86,7 +86,7 @@ def _columns(data: Path) -> set[str]:
     return {name for _, row in read_rows(data, ()) if isinstance(row, dict) for name in row}
 
 
-def pass_rates(config: Config, data: str, answers: Path) -> Rates:
+def _pass_rates(config: Config, data: str, answers: Path) -> Rates:
     """Return the rates by an evaluation's answers to a file. Raises UserError."""
     tokenizer = load_tokenizer(ModelFolder.of(config.actor_rollout_ref.model.path).hf)
     prompts = load_dataset([data], config, tokenizer).prompts
@@ -96,7 +96,7 @@ def pass_rates(config: Config, data: str, answers: Path) -> Rates:
     return {key: sum(correct) / len(correct) for key, correct in verdicts.items()}
 
 
-def write_scored(data: Path, output: Path, config: Config, rates: Rates, column: str) -> tuple[int, int]:
+def _write_scored(data: Path, output: Path, config: Config, rates: Rates, column: str) -> tuple[int, int]:
     """Write the rows with their rates, null for an unanswered prompt (too long); return the number
     of rows and of those with a rate."""
     keys = config.data

@@ -108,8 +108,8 @@ def _findings(job: ConversionRanks, arguments: argparse.Namespace) -> Iterator[C
         "files", f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}, checksums as written", True
     )
 
-    sequences = job.on_main_rank(lambda: token_sequences(arguments, spec.vocab_size))
-    expected = reference_log_probs(arguments.hf_model, sequences) if sequences else None
+    sequences = job.on_main_rank(lambda: _token_sequences(arguments, spec.vocab_size))
+    expected = _reference_log_probs(arguments.hf_model, sequences) if sequences else None
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         # float32 holds every bf16 value, and shows a wrong weight that rounding would hide
         model = load_model(job, folder / MEGATRON, spec, torch.float32, layout)
@@ -173,7 +173,7 @@ def _same_bits(a: "torch.Tensor", b: "torch.Tensor") -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
+def _token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """Return the first tokens of the text, in sequences of at most 512. Raises UserError."""
     if not arguments.num_tokens:
         return []
@@ -199,7 +199,7 @@ def token_sequences(arguments: argparse.Namespace, vocab_size: int) -> list[list
     return [part for start in range(0, len(tokens), length) if len(part := tokens[start : start + length]) > 1]
 
 
-def reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Tensor]":
+def _reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.Tensor]":
     """Return [L - 1] per sequence: transformers' own log-probs of its tokens but the first, float32
     logits, float64 sums."""
     import torch
@@ -307,7 +307,7 @@ def _round_trip(
         job.on_main_rank(open_output)
         out = output.staging / HF
         export_hf(model, layout, folder / HF, out, plan=file_plan(folder, spec, dtype), dtype=dtype)
-        payload: list = [compare_files(out, source) if job.is_main else None]
+        payload: list = [_compare_files(out, source) if job.is_main else None]
         dist.broadcast_object_list(payload, src=0)
     finally:
         if job.is_main:
@@ -318,7 +318,7 @@ def _round_trip(
     return Comparison("round trip", f"{num} of {num} files equal to the byte", True)
 
 
-def compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:
+def _compare_files(out: Path, source: "SafetensorsFolder") -> tuple[list[str], int]:
     """Return (names of the weight files that differ or are missing in one of them, number of files
     in both)."""
     names = sorted({file.name for folder in (out, source.path) for file in folder.glob("*.safetensors*")})

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _, first = failure.get_first_failure()
         if first.exitcode not in (SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE):
             # the ranks have explained these two
-            print(failure, *map(failure_line, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
+            print(failure, *map(_failure_line, failure.failures.items()), sep="\n", file=sys.stderr, flush=True)
         for failed in failure.failures.items():
             _record_end(failed)
         ends.write_own_end(ends.end_of_code(first.exitcode))
@@ -72,7 +72,7 @@ def _left_to_torchrun() -> Iterator[str]:
             yield number.name
 
 
-def failure_line(failed: "tuple[int, ProcessFailure]") -> str:
+def _failure_line(failed: "tuple[int, ProcessFailure]") -> str:
     """Return how a rank ended, for the log."""
     rank, failure = failed
     time = datetime.fromtimestamp(failure.timestamp).isoformat()

@@ -124,7 +124,7 @@ def check(
     seconds = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
     ring = {index: answer for index, answer in enumerate(nodes.gather("ring", seconds)) if index in trainers}
     network = rounds[0].network if nodes.index in trainers else ""
-    has_no_fabric = len(trainers) > 1 and network == SOCKETS and not are_sockets_wanted(os.environ)
+    has_no_fabric = len(trainers) > 1 and network == SOCKETS and not _are_sockets_wanted(os.environ)
     is_without_fabric = any(nodes.gather("network", has_no_fabric))
     failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
     if not failures:
@@ -151,7 +151,7 @@ NO_FABRIC = (
 )
 
 
-def are_sockets_wanted(environment: Mapping[str, str]) -> bool:
+def _are_sockets_wanted(environment: Mapping[str, str]) -> bool:
     """Return whether the user asks for sockets, by NCCL's own variables."""
     return environment.get("NCCL_NET", "").lower() == SOCKETS.lower() or environment.get("NCCL_IB_DISABLE") == "1"
 

@@ -18,7 +18,7 @@ def main(num_gpus: int) -> int:
     """Return the exit code: 0, or 1 after one line per GPU that fails."""
     # before torch is imported, like a rank: they decide the version of cuDNN
     set_rank_defaults(os.environ)
-    faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := fault_of(index))]
+    faults = [f"GPU {index}: {fault}" for index in range(num_gpus) if (fault := _fault_of(index))]
     print("\n".join(faults), flush=True)
     if faults:
         return 1
@@ -26,7 +26,7 @@ def main(num_gpus: int) -> int:
     return 0
 
 
-def fault_of(index: int) -> str | None:
+def _fault_of(index: int) -> str | None:
     import torch
 
     try:

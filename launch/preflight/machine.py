@@ -236,7 +236,7 @@ class SharedFolder:
 # ------------------------------------------------------------------------------------ limits, ports
 
 
-def open_files_needed(config: Config) -> int:
+def _open_files_needed(config: Config) -> int:
     """Return the number of connections to servers (two files each in the controller, at its peak),
     and the libraries' own."""
     rollout = config.actor_rollout_ref.rollout
@@ -245,7 +245,7 @@ def open_files_needed(config: Config) -> int:
 
 
 def limits(config: Config, uses_gpus: bool) -> Result:
-    needed = open_files_needed(config)
+    needed = _open_files_needed(config)
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))

@@ -40,7 +40,7 @@ REQUEUE_EXIT_CODE = 75  # of `end`: requeue the job, please
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["plan"]:
-        return plan_command(argv[1:])
+        return _plan_command(argv[1:])
     options_parser = argparse.ArgumentParser(prog="python -m launch.slurm", description=__doc__)
     commands = options_parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("plan", help="check the config, plan the job, write its folder of logs; prints the folder")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     wait = commands.add_parser("wait-servers", help="until all servers are healthy")
     wait.add_argument("plan", type=JobPlan.read, metavar="PLAN")
-    wait.set_defaults(run=wait_command)
+    wait.set_defaults(run=_wait_command)
 
     end = commands.add_parser("end", help=f"say how the job ended; exit code: the job's, {REQUEUE_EXIT_CODE} = requeue")
     end.add_argument("plan", type=JobPlan.read, metavar="PLAN")
@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     end.add_argument("--asked-by", default="", metavar="SIGNAL")
     end.add_argument("--servers-ended", action="store_true")
     end.add_argument("--no-requeue", dest="may_requeue", action="store_false")
-    end.set_defaults(run=end_command)
+    end.set_defaults(run=_end_command)
     arguments = options_parser.parse_args(argv)
     return arguments.run(arguments)
 
 
-def plan_command(argv: list[str]) -> int:
+def _plan_command(argv: list[str]) -> int:
     """Make the plan. The last line on standard output is the folder that holds plan.sh, or why
     there is no plan."""
     options_parser = parser(
@@ -82,7 +82,7 @@ def plan_command(argv: list[str]) -> int:
     arguments, overrides = parse(options_parser, argv)
     try:
         if not arguments.nodes:
-            check = partial(show_plan, arguments=arguments)
+            check = partial(_show_plan, arguments=arguments)
             dry_run(arguments.config, overrides, show=False, check=check, look=first_look)
             return 0
         config = load_and_validate(arguments.config, overrides)
@@ -107,12 +107,12 @@ def plan_command(argv: list[str]) -> int:
         print(f"FAILED ({USER_ERROR_EXIT_CODE}): {error.sentences[0]}", file=stream, flush=True)
         return USER_ERROR_EXIT_CODE
     processes = costs.whole_plan(config)
-    write_attempt(plan, config, processes)
+    _write_attempt(plan, config, processes)
     print(plan.text(), *_notice(config, arguments.notice), processes, plan.logs, sep="\n", flush=True)
     return 0
 
 
-def write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
+def _write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
     """Write the attempt's folder, logs/latest, and a list of servers without those of an earlier
     attempt."""
     write_whole(plan.config_file, to_yaml(config))
@@ -131,14 +131,14 @@ def _notice(config: Config, notice_s: int | None) -> list[str]:
     return [f"notice: {line}"] if line else []
 
 
-def show_plan(config: Config, arguments: argparse.Namespace) -> None:
+def _show_plan(config: Config, arguments: argparse.Namespace) -> None:
     """Print nodes, processes, memory and time."""
     costs = JobCost.of(config, arguments, None)
     plan = make_plan(config, Allocation.imagined(config), min_bandwidth=arguments.min_bandwidth)
     print_line("\n".join([plan.text(), *_notice(config, arguments.notice), "", costs.whole_plan(config)]))
 
 
-def wait_command(arguments: argparse.Namespace) -> int:
+def _wait_command(arguments: argparse.Namespace) -> int:
     ignore_signals([signal.SIGTERM])  # in its own step: Slurm's signal before it takes the nodes
     fault = wait_for_servers(arguments.plan)
     if fault:
@@ -150,7 +150,7 @@ def wait_command(arguments: argparse.Namespace) -> int:
     return code
 
 
-def end_command(arguments: argparse.Namespace) -> int:
+def _end_command(arguments: argparse.Namespace) -> int:
     fields = ("phase", "exit_code", "asked_by", "servers_ended", "may_requeue")
     ended = outcome(arguments.plan, Facts(**{name: getattr(arguments, name) for name in fields}))
     print(ended.line, flush=True)

@@ -56,9 +56,9 @@ def run(plan: JobPlan, role: str) -> int:
 def start(plan: JobPlan, role: str, node: str) -> subprocess.Popen:
     """Start the role's program. Raises UserError if this node is unfit for it."""
     peers = [name for name in plan.nodes if name != node]
-    interface = interface_towards(peers[0]) if peers else None
+    interface = _interface_towards(peers[0]) if peers else None
     environment = node_environment(os.environ, interface, cache_folder(os.environ))
-    limits = raise_limits()
+    limits = _raise_limits()
     print(f"{node}: {role}, interface {interface or 'none needed'}, {limits}", flush=True)
     return subprocess.Popen(
         plan.command(role, node),
@@ -112,7 +112,7 @@ class Orders:
                     asked_at = time.monotonic()
                 elif asked_at is not None and self._is_cancelled() and time.monotonic() - asked_at > _CANCEL_GRACE_S:
                     # a trainer may wait for dead servers; Slurm kills only the task
-                    kill_all(program.pid)
+                    _kill_all(program.pid)
             self._ask()
         return code
 
@@ -134,7 +134,7 @@ class Orders:
             print(f"cannot write {self._asked}: {error}", flush=True)
 
 
-def kill_all(pid: int) -> None:
+def _kill_all(pid: int) -> None:
     """Kill a process and all that it started."""
     import psutil
 
@@ -162,7 +162,7 @@ def node_environment(inherited: Mapping[str, str], interface: str | None, caches
     return environment | dict(inherited) | COMMON
 
 
-def interface_towards(host: str) -> str | None:
+def _interface_towards(host: str) -> str | None:
     """Return the network interface towards a host, or None if unknown."""
     import psutil
 
@@ -184,7 +184,7 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str |
     return None
 
 
-def raise_limits() -> str:
+def _raise_limits() -> str:
     """Raise the limits of open files, locked memory (RDMA) and processes as far as this user may.
 
     Return the new limits in words.

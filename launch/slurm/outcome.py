@@ -66,10 +66,10 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
     if facts.phase == TRAINER and facts.exit_code == 0:
         return AttemptOutcome(DONE, done_line(plan.run, plan.total_steps))
     if facts.phase == TRAINER and EndKind.USER_ERROR in trainer:
-        return _failed(USER_ERROR_EXIT_CODE, (first_mistake(plan) or first_cause(plan, TRAINER)).text)
+        return _failed(USER_ERROR_EXIT_CODE, (_first_mistake(plan) or _first_cause(plan, TRAINER)).text)
     # before the trainer, whose failure may follow from theirs
     culprit = SERVERS if facts.servers_ended else facts.phase
-    cause = first_cause(plan, culprit)
+    cause = _first_cause(plan, culprit)
     return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[culprit], cause.text)
 
 
@@ -125,7 +125,7 @@ class Cause:
     kind: EndKind | None = None
 
 
-def first_cause(plan: JobPlan, role: str) -> Cause:
+def _first_cause(plan: JobPlan, role: str) -> Cause:
     """Return the first failure of a role's processes."""
     failures = {TRAINER: _rank_failures, SERVERS: _server_failures, PREFLIGHT: _preflight_failures}[role]
     for causes in (_not_launched(plan, role), failures(plan), _task_failures(plan, role), _words_of_slurm(plan, role)):
@@ -134,7 +134,7 @@ def first_cause(plan: JobPlan, role: str) -> Cause:
     return Cause(f"{role} ended without a word; its logs are {plan.logs}/{role}-*.log")
 
 
-def first_mistake(plan: JobPlan) -> Cause | None:
+def _first_mistake(plan: JobPlan) -> Cause | None:
     """Return the mistake of the user that a rank reported."""
     for rank, end in _rank_ends(plan):
         if end.kind is EndKind.USER_ERROR and end.sentence:

@@ -32,7 +32,7 @@ class RunLock:
         while not self._try_acquire():
             pid = self._lock.holder_here()
             limit_s = patience_s if pid is None else min(patience_s, PATIENCE_HERE_S)
-            cure = f"remove {self._path} if it is lost with its node" if pid is None else ended_by(pid)
+            cure = f"remove {self._path} if it is lost with its node" if pid is None else _ended_by(pid)
             if time.monotonic() - start >= limit_s:
                 raise UserError(
                     f"{self._path.parent} is the folder of an active run ({self._lock.holder()}): {cure}, or "
@@ -57,6 +57,6 @@ class RunLock:
         self._lock.release()
 
 
-def ended_by(pid: int) -> str:
+def _ended_by(pid: int) -> str:
     """Return how a trainer's rank is ended, as part of a sentence."""
     return f"`kill {pid}` has it save and stop, at the latest when its step ends, `kill -9 {pid}` ends it at once"

@@ -40,7 +40,7 @@ from megatron_dapo.config.keys import known_keys, show_text, value_of
 from megatron_dapo.config.schema.config import Config
 
 
-def gen_batches(config: Config) -> Iterator[str]:
+def _gen_batches(config: Config) -> Iterator[str]:
     size = config.data.train_batch_size
     prompts = gen_batch_size(config)
     sampling = config.algorithm.dynamic_sampling
@@ -62,7 +62,7 @@ def gen_batches(config: Config) -> Iterator[str]:
         )
 
 
-def masking(config: Config) -> Iterator[str]:
+def _masking(config: Config) -> Iterator[str]:
     sampling = config.algorithm.dynamic_sampling
     if sampling.enable and sampling.form == "mask" and sampling.filter_mode == "none":
         yield (
@@ -112,7 +112,7 @@ def _clips_weight(config: Config) -> bool:
     return config.actor_rollout_ref.actor.policy_loss == "cispo"
 
 
-def lower_clip(config: Config) -> Iterator[str]:
+def _lower_clip(config: Config) -> Iterator[str]:
     low, _ = effective_clip(config)
     low_key, _ = clip_keys(config)
     if low > 1.0 and _clips_weight(config):
@@ -124,7 +124,7 @@ def lower_clip(config: Config) -> Iterator[str]:
         yield f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative."
 
 
-def upper_clip(config: Config) -> Iterator[str]:
+def _upper_clip(config: Config) -> Iterator[str]:
     low, high = effective_clip(config)
     low_key, _ = clip_keys(config)
     if high < low and not _clips_weight(config):
@@ -134,7 +134,7 @@ def upper_clip(config: Config) -> Iterator[str]:
         )
 
 
-def dual_clip(config: Config) -> Iterator[str]:
+def _dual_clip(config: Config) -> Iterator[str]:
     bound = config.actor_rollout_ref.actor.clip_ratio_c
     _, high = effective_clip(config)
     if bound is not None and bound <= 1.0 + high and not _clips_weight(config):
@@ -150,7 +150,7 @@ _BOUNDS_OF_PAPERS = {
 }
 
 
-def bounds_of_papers(config: Config) -> Iterator[str]:
+def _bounds_of_papers(config: Config) -> Iterator[str]:
     """Yield a mistake where a loss other than DAPO's would have DAPO's symmetric range."""
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss in _BOUNDS_OF_PAPERS and not actor.use_dapo and actor.loss_function is None:
@@ -161,7 +161,7 @@ def bounds_of_papers(config: Config) -> Iterator[str]:
         )
 
 
-def loss_of_replayed_tokens(config: Config) -> Iterator[str]:
+def _loss_of_replayed_tokens(config: Config) -> Iterator[str]:
     """Yield a mistake where the loss of replayed tokens does not go with that of new ones."""
     actor = config.actor_rollout_ref.actor
     if not config.exp_manager.experience_replay.enable:
@@ -179,7 +179,7 @@ def loss_of_replayed_tokens(config: Config) -> Iterator[str]:
         )
 
 
-def soft_interval(config: Config) -> Iterator[str]:
+def _soft_interval(config: Config) -> Iterator[str]:
     shaping = config.algorithm.overlong_reward_shaping
     if not shaping.enable:
         return
@@ -196,13 +196,13 @@ def soft_interval(config: Config) -> Iterator[str]:
         )
 
 
-def soft_penalty(config: Config) -> Iterator[str]:
+def _soft_penalty(config: Config) -> Iterator[str]:
     shaping = config.algorithm.overlong_reward_shaping
     if shaping.enable and shaping.buffer_len > 0 and shaping.penalty_factor == 0.0:
         yield f"{OVERLONG}.penalty_factor is 0, so that buffer_len {shaping.buffer_len} punishes nothing; set it to 1."
 
 
-def rewarded_truncation(config: Config) -> Iterator[str]:
+def _rewarded_truncation(config: Config) -> Iterator[str]:
     shaping = config.algorithm.overlong_reward_shaping
     if not shaping.enable or shaping.buffer_len > 0:
         return
@@ -213,7 +213,7 @@ def rewarded_truncation(config: Config) -> Iterator[str]:
         )
 
 
-def filtered_truncation(config: Config) -> Iterator[str]:
+def _filtered_truncation(config: Config) -> Iterator[str]:
     shaping = config.algorithm.overlong_reward_shaping
     if not shaping.enable or shaping.buffer_len > 0:
         return
@@ -239,7 +239,7 @@ def estimators(config: Config) -> Iterator[str]:
         )
 
 
-def off_policy_clip(config: Config) -> Iterator[str]:
+def _off_policy_clip(config: Config) -> Iterator[str]:
     high = config.actor_rollout_ref.actor.off_policy_clip_ratio_high
     if not uses_experience_replay(config) or high is None:
         return
@@ -251,7 +251,7 @@ def off_policy_clip(config: Config) -> Iterator[str]:
         )
 
 
-def replay_estimator(config: Config) -> Iterator[str]:
+def _replay_estimator(config: Config) -> Iterator[str]:
     estimator = config.algorithm.adv_estimator
     if uses_experience_replay(config) and advantage_estimator(config).per_token:
         yield (
@@ -261,7 +261,7 @@ def replay_estimator(config: Config) -> Iterator[str]:
         )
 
 
-def replay_group_size(config: Config) -> Iterator[str]:
+def _replay_group_size(config: Config) -> Iterator[str]:
     if uses_experience_replay(config) and config.actor_rollout_ref.rollout.n == 1:
         yield (
             f"{REPLAY}.enable is true, but {N} is 1, so that a replayed group would have no "
@@ -269,7 +269,7 @@ def replay_group_size(config: Config) -> Iterator[str]:
         )
 
 
-def replayed_share(config: Config) -> Iterator[str]:
+def _replayed_share(config: Config) -> Iterator[str]:
     if not uses_experience_replay(config):
         return
     ratio = config.exp_manager.experience_replay.exp_ratio
@@ -281,7 +281,7 @@ def replayed_share(config: Config) -> Iterator[str]:
         )
 
 
-def replay_pool(config: Config) -> Iterator[str]:
+def _replay_pool(config: Config) -> Iterator[str]:
     if not uses_experience_replay(config):
         return
     cap = config.exp_manager.experience_replay.max_pool_tokens
@@ -301,7 +301,7 @@ def kl_loss(config: Config) -> Iterator[str]:
         )
 
 
-def kl_in_reward(config: Config) -> Iterator[str]:
+def _kl_in_reward(config: Config) -> Iterator[str]:
     if config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef == 0.0:
         yield (
             f"algorithm.use_kl_in_reward is true, but {KL_CTRL}.kl_coef is 0; set the coefficient, or the switch to "
@@ -339,7 +339,7 @@ _TERMS_OF_OURS = {
 }
 
 
-def replay_of_servers_experts(config: Config) -> Iterator[str]:
+def _replay_of_servers_experts(config: Config) -> Iterator[str]:
     mode = config.actor_rollout_ref.actor.router_replay
     if mode == "rollout" and config.trainer.synthetic_batch:
         yield (
@@ -348,7 +348,7 @@ def replay_of_servers_experts(config: Config) -> Iterator[str]:
         )
 
 
-def replay_of_old_experts(config: Config) -> Iterator[str]:
+def _replay_of_old_experts(config: Config) -> Iterator[str]:
     mode = config.actor_rollout_ref.actor.router_replay
     if mode == "old" and not needs_old_log_probs(config):
         yield (
@@ -389,32 +389,32 @@ def _term_of_ours(config: Config, name: str) -> Iterator[str]:
 
 
 ALGORITHM_CHECKS = (
-    gen_batches,
-    masking,
+    _gen_batches,
+    _masking,
     group_size,
     staleness,
     slots,
-    lower_clip,
-    upper_clip,
-    dual_clip,
-    bounds_of_papers,
-    loss_of_replayed_tokens,
-    soft_interval,
-    soft_penalty,
-    rewarded_truncation,
-    filtered_truncation,
+    _lower_clip,
+    _upper_clip,
+    _dual_clip,
+    _bounds_of_papers,
+    _loss_of_replayed_tokens,
+    _soft_interval,
+    _soft_penalty,
+    _rewarded_truncation,
+    _filtered_truncation,
     estimators,
-    off_policy_clip,
-    replay_estimator,
-    replay_group_size,
-    replayed_share,
-    replay_pool,
+    _off_policy_clip,
+    _replay_estimator,
+    _replay_group_size,
+    _replayed_share,
+    _replay_pool,
     kl_loss,
-    kl_in_reward,
+    _kl_in_reward,
     kl_controller,
     reference,
-    replay_of_servers_experts,
-    replay_of_old_experts,
+    _replay_of_servers_experts,
+    _replay_of_old_experts,
     loss_function,
     terms_beside_loss_function,
 )

@@ -30,7 +30,7 @@ def mini_batches(config: Config) -> Iterator[str]:
         )
 
 
-def shares_of_ranks(config: Config) -> Iterator[str]:
+def _shares_of_ranks(config: Config) -> Iterator[str]:
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     n = config.actor_rollout_ref.rollout.n
     megatron = config.actor_rollout_ref.actor.megatron
@@ -51,7 +51,7 @@ def micro_batches(config: Config) -> Iterator[str]:
     yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 
 
-def server_tokens(config: Config) -> Iterator[str]:
+def _server_tokens(config: Config) -> Iterator[str]:
     cap = config.actor_rollout_ref.rollout.server.max_total_tokens
     longest = longest_sample(config)
     if cap is not None and cap < longest:
@@ -83,7 +83,7 @@ def warm_up(config: Config) -> Iterator[str]:
         )
 
 
-def evaluation_interval(config: Config) -> Iterator[str]:
+def _evaluation_interval(config: Config) -> Iterator[str]:
     freq = config.trainer.test_freq
     if freq != -1 and freq < 1:
         yield f"trainer.test_freq is {freq}, but must be 1 or more, or -1 for only before and after the run."
@@ -91,7 +91,7 @@ def evaluation_interval(config: Config) -> Iterator[str]:
         yield f"trainer.test_freq is {freq}, but data.val_files is empty; give val_files, or set test_freq to -1."
 
 
-def held_out_files(config: Config) -> Iterator[str]:
+def _held_out_files(config: Config) -> Iterator[str]:
     for path in sorted(set(config.data.val_files) & set(config.data.train_files)):
         yield f"data.val_files holds {path}, which is also in data.train_files: not held out; remove it from one."
 
@@ -111,7 +111,7 @@ def pass_rate(config: Config) -> Iterator[str]:
         yield f"data.pass_rate is {band}, but must be [lowest, highest], such as [0.05, 0.95]."
 
 
-def mixture_with_replay(config: Config) -> Iterator[str]:
+def _mixture_with_replay(config: Config) -> Iterator[str]:
     if config.data.mixture and config.exp_manager.experience_replay.enable:
         yield (
             "data.mixture gives shares of the draws, but exp_manager.experience_replay.enable draws prompts of earlier "
@@ -141,7 +141,7 @@ def save_interval(config: Config) -> Iterator[str]:
         )
 
 
-def accepted_changes(config: Config) -> Iterator[str]:
+def _accepted_changes(config: Config) -> Iterator[str]:
     for name in config.trainer.accept_changes:
         if name not in known_keys():
             near = nearest(name, known_keys())
@@ -166,7 +166,7 @@ def batches(config: Config) -> Iterator[str]:
         )
 
 
-def run_folder_name(config: Config) -> Iterator[str]:
+def _run_folder_name(config: Config) -> Iterator[str]:
     """Yield a mistake where the experiment's name is no name of a folder below runs/: the run folder is there, so the
     name must not lead out of it."""
     name = config.trainer.experiment_name
@@ -179,11 +179,11 @@ def run_folder_name(config: Config) -> Iterator[str]:
     )
 
 
-def reward_environment(config: Config) -> Iterator[str]:
+def _reward_environment(config: Config) -> Iterator[str]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
 
 
-def reward_arguments(config: Config) -> Iterator[str]:
+def _reward_arguments(config: Config) -> Iterator[str]:
     name = config.reward.function
     if name == BY_DATA_SOURCE and config.reward.kwargs:
         yield (
@@ -192,7 +192,7 @@ def reward_arguments(config: Config) -> Iterator[str]:
         )
 
 
-def reward_function(config: Config) -> Iterator[str]:
+def _reward_function(config: Config) -> Iterator[str]:
     name = config.reward.function
     names = sorted([*BUILT_IN_REWARDS, BY_DATA_SOURCE])
     if name in names or IMPORT_PATH.fullmatch(name):
@@ -204,12 +204,12 @@ def reward_function(config: Config) -> Iterator[str]:
     )
 
 
-def model_weight(config: Config) -> Iterator[str]:
+def _model_weight(config: Config) -> Iterator[str]:
     if config.reward.model.path and not config.reward.model.weight:
         yield _pointless_scores("model")
 
 
-def judge_weight(config: Config) -> Iterator[str]:
+def _judge_weight(config: Config) -> Iterator[str]:
     if config.reward.judge.url and not config.reward.judge.weight:
         yield _pointless_scores("judge")
 
@@ -230,7 +230,7 @@ def scorers(config: Config) -> Iterator[str]:
         )
 
 
-def scorers_of_turns(config: Config) -> Iterator[str]:
+def _scorers_of_turns(config: Config) -> Iterator[str]:
     if not config.actor_rollout_ref.rollout.multi_turn.enable:
         return
     if config.reward.model.path:
@@ -245,7 +245,7 @@ def scorers_of_turns(config: Config) -> Iterator[str]:
     )
 
 
-def model_url(config: Config) -> Iterator[str]:
+def _model_url(config: Config) -> Iterator[str]:
     url = config.reward.model.url
     if url and config.reward.model.path and not is_server_url(url):
         yield f"reward.model.url is {url!r}, but must be of the form http://host:port."
@@ -254,7 +254,7 @@ def model_url(config: Config) -> Iterator[str]:
 _PLACEHOLDER = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")  # not \boxed{answer} or \frac{a}{b}
 
 
-def judge_url(config: Config) -> Iterator[str]:
+def _judge_url(config: Config) -> Iterator[str]:
     url = config.reward.judge.url
     if url and not _is_base_url(url):
         yield (
@@ -263,7 +263,7 @@ def judge_url(config: Config) -> Iterator[str]:
         )
 
 
-def judge_prompt(config: Config) -> Iterator[str]:
+def _judge_prompt(config: Config) -> Iterator[str]:
     judge = config.reward.judge
     if not judge.url:
         return
@@ -276,7 +276,7 @@ def judge_prompt(config: Config) -> Iterator[str]:
         yield f"reward.judge.prompt is {judge.prompt[:80]!r}, which has no place for the response; put {{response}} in."
 
 
-def judge_pattern(config: Config) -> Iterator[str]:
+def _judge_pattern(config: Config) -> Iterator[str]:
     judge = config.reward.judge
     if not judge.url:
         return
@@ -291,7 +291,7 @@ def judge_pattern(config: Config) -> Iterator[str]:
         yield f"reward.judge.pattern {why}; write one such as Score: (\\d+)."
 
 
-def judge_key(config: Config) -> Iterator[str]:
+def _judge_key(config: Config) -> Iterator[str]:
     judge = config.reward.judge
     if not judge.url:
         return
@@ -321,33 +321,33 @@ SHARED_CHECKS = (
     learning_rate,
     warm_up,
     prompt_template,
-    evaluation_interval,
-    held_out_files,
+    _evaluation_interval,
+    _held_out_files,
     logger,
     save_interval,
-    accepted_changes,
+    _accepted_changes,
     resume,
-    run_folder_name,
+    _run_folder_name,
 )
 REWARD_CHECKS = (
-    reward_environment,
-    reward_arguments,
-    reward_function,
-    model_weight,
-    judge_weight,
+    _reward_environment,
+    _reward_arguments,
+    _reward_function,
+    _model_weight,
+    _judge_weight,
     scorers,
-    scorers_of_turns,
-    model_url,
-    judge_url,
-    judge_prompt,
-    judge_pattern,
-    judge_key,
+    _scorers_of_turns,
+    _model_url,
+    _judge_url,
+    _judge_prompt,
+    _judge_pattern,
+    _judge_key,
 )
 CHECKS = (
     mini_batches,
-    shares_of_ranks,
+    _shares_of_ranks,
     micro_batches,
-    server_tokens,
+    _server_tokens,
     truncation,
     *SHARED_CHECKS,
     *ALGORITHM_CHECKS,
@@ -355,7 +355,7 @@ CHECKS = (
     *ROLLOUT_CHECKS,
     mixture,
     pass_rate,
-    mixture_with_replay,
+    _mixture_with_replay,
     batches,
     *REWARD_CHECKS,
 )

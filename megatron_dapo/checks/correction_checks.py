@@ -16,7 +16,7 @@ _REJECTION_WANTED = {
 }
 
 
-def importance_threshold(config: Config) -> Iterator[str]:
+def _importance_threshold(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     key = f"{CORRECTION}.rollout_is_threshold"
     if correction.rollout_is == "none":
@@ -32,7 +32,7 @@ def importance_threshold(config: Config) -> Iterator[str]:
         )
 
 
-def rejection_threshold(config: Config) -> Iterator[str]:
+def _rejection_threshold(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     mode = correction.rollout_rs
     key = f"{CORRECTION}.rollout_rs_threshold"
@@ -50,7 +50,7 @@ def rejection_threshold(config: Config) -> Iterator[str]:
         )
 
 
-def weights_without_old_log_probs(config: Config) -> Iterator[str]:
+def _weights_without_old_log_probs(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode and correction.rollout_is != "none":
         yield (
@@ -59,7 +59,7 @@ def weights_without_old_log_probs(config: Config) -> Iterator[str]:
         )
 
 
-def rejection_without_old_log_probs(config: Config) -> Iterator[str]:
+def _rejection_without_old_log_probs(config: Config) -> Iterator[str]:
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode and rejects_tokens(config):
         yield (
@@ -71,8 +71,8 @@ def rejection_without_old_log_probs(config: Config) -> Iterator[str]:
 
 
 CORRECTION_CHECKS = (
-    importance_threshold,
-    rejection_threshold,
-    weights_without_old_log_probs,
-    rejection_without_old_log_probs,
+    _importance_threshold,
+    _rejection_threshold,
+    _weights_without_old_log_probs,
+    _rejection_without_old_log_probs,
 )

@@ -53,7 +53,7 @@ def warm_up(config: Config) -> Iterator[str]:
         )
 
 
-def critic_first(config: Config) -> Iterator[str]:
+def _critic_first(config: Config) -> Iterator[str]:
     if not uses_critic(config):
         return
     alone = config.trainer.critic_warmup
@@ -93,4 +93,4 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
         )
 
 
-CRITIC_CHECKS = (mini_batches, micro_batches, learning_rate, warm_up, critic_first)
+CRITIC_CHECKS = (mini_batches, micro_batches, learning_rate, warm_up, _critic_first)

@@ -21,7 +21,7 @@ def targets(config: Config) -> Iterator[str]:
         yield f"{TARGET_MODULES} {what}; choose from {known}."
 
 
-def no_critic(config: Config) -> Iterator[str]:
+def _no_critic(config: Config) -> Iterator[str]:
     rank = config.actor_rollout_ref.model.lora_rank
     if rank and uses_critic(config):
         yield (
@@ -30,7 +30,7 @@ def no_critic(config: Config) -> Iterator[str]:
         )
 
 
-def no_fp8(config: Config) -> Iterator[str]:
+def _no_fp8(config: Config) -> Iterator[str]:
     rank = config.actor_rollout_ref.model.lora_rank
     fp8 = config.actor_rollout_ref.actor.megatron.fp8
     if rank and fp8 != "none":
@@ -40,7 +40,7 @@ def no_fp8(config: Config) -> Iterator[str]:
         )
 
 
-def no_user_buffers(config: Config) -> Iterator[str]:
+def _no_user_buffers(config: Config) -> Iterator[str]:
     rank = config.actor_rollout_ref.model.lora_rank
     if rank and config.actor_rollout_ref.actor.megatron.tp_comm_overlap:
         yield (
@@ -49,4 +49,4 @@ def no_user_buffers(config: Config) -> Iterator[str]:
         )
 
 
-LORA_CHECKS = (targets, no_critic, no_fp8, no_user_buffers)
+LORA_CHECKS = (targets, _no_critic, _no_fp8, _no_user_buffers)

@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     sentences: list[str] = []
     try:
-        try_loss(load_loss_function(LOSS_FUNCTION, arguments.path), arguments.reference, arguments.entropy)
+        _try_loss(load_loss_function(LOSS_FUNCTION, arguments.path), arguments.reference, arguments.entropy)
     except UserError as error:
         sentences = error.sentences
     arguments.answer.write_text(json.dumps(sentences), encoding="utf-8")
 
 
-def try_loss(function: SequenceLossFunction, with_reference: bool, with_entropy: bool) -> None:
+def _try_loss(function: SequenceLossFunction, with_reference: bool, with_entropy: bool) -> None:
     """Ask the function once. Raises UserError for an answer that no run takes."""
     sequences = [_sequence(length, with_reference, with_entropy) for length in _LENGTHS]
     _, number, _ = checked_answer(LOSS_FUNCTION, function(sequences))

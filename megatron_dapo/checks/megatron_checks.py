@@ -24,7 +24,7 @@ def world(config: Config) -> Iterator[str]:
         )
 
 
-def expert_ranks(config: Config) -> Iterator[str]:
+def _expert_ranks(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     tp = megatron.tensor_model_parallel_size
     cp = megatron.context_parallel_size
@@ -39,7 +39,7 @@ def expert_ranks(config: Config) -> Iterator[str]:
         )
 
 
-def packed_contexts(config: Config) -> Iterator[str]:
+def _packed_contexts(config: Config) -> Iterator[str]:
     cp = config.actor_rollout_ref.actor.megatron.context_parallel_size
     if cp > 1 and not config.actor_rollout_ref.model.use_remove_padding:
         yield (
@@ -48,7 +48,7 @@ def packed_contexts(config: Config) -> Iterator[str]:
         )
 
 
-def contexts_on_gpus(config: Config) -> Iterator[str]:
+def _contexts_on_gpus(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     cp = megatron.context_parallel_size
     if cp > 1 and megatron.use_transformer_engine == "off":
@@ -58,7 +58,7 @@ def contexts_on_gpus(config: Config) -> Iterator[str]:
         )
 
 
-def sequence_parallelism(config: Config) -> Iterator[str]:
+def _sequence_parallelism(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield (
@@ -67,7 +67,7 @@ def sequence_parallelism(config: Config) -> Iterator[str]:
         )
 
 
-def interleaving(config: Config) -> Iterator[str]:
+def _interleaving(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     pp = megatron.pipeline_model_parallel_size
     vpp = megatron.virtual_pipeline_model_parallel_size
@@ -99,7 +99,7 @@ def pipeline_layers(config: Config) -> Iterator[str]:
         )
 
 
-def param_gather(config: Config) -> Iterator[str]:
+def _param_gather(config: Config) -> Iterator[str]:
     for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
         yield from known_mistakes([_needed_by_param_gather], config, name)
 
@@ -174,7 +174,7 @@ _AGAINST_USER_BUFFERS = (
 )
 
 
-def fp8_products(config: Config) -> Iterator[str]:
+def _fp8_products(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and megatron.use_transformer_engine == "off":
         yield (
@@ -183,7 +183,7 @@ def fp8_products(config: Config) -> Iterator[str]:
         )
 
 
-def fp8_weights(config: Config) -> Iterator[str]:
+def _fp8_weights(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and megatron.dtype == "float32":
         yield (f"{MEGATRON}.fp8 is {megatron.fp8}, but dtype is float32; set dtype to bfloat16, or fp8 to none.")
@@ -256,15 +256,15 @@ def _rounded_moment(config: Config, name: str, key: str) -> Iterator[str]:
 
 MEGATRON_CHECKS = (
     world,
-    expert_ranks,
-    packed_contexts,
-    contexts_on_gpus,
-    sequence_parallelism,
-    interleaving,
+    _expert_ranks,
+    _packed_contexts,
+    _contexts_on_gpus,
+    _sequence_parallelism,
+    _interleaving,
     pipeline_layers,
-    param_gather,
-    fp8_products,
-    fp8_weights,
+    _param_gather,
+    _fp8_products,
+    _fp8_weights,
     user_buffers,
     optimizer_state,
     moments,

@@ -65,7 +65,7 @@ def top_k(config: Config) -> Iterator[str]:
         yield f"{ROLLOUT}.top_k is {rollout.top_k}, but must be 1 or more, or -1 for off."
 
 
-def held_out_answers(config: Config) -> Iterator[str]:
+def _held_out_answers(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.val_temperature == 0.0 and rollout.val_n > 1:
         yield (
@@ -74,7 +74,7 @@ def held_out_answers(config: Config) -> Iterator[str]:
         )
 
 
-def request_timeout(config: Config) -> Iterator[str]:
+def _request_timeout(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.request_timeout_s > rollout.step_timeout_s:
         yield (
@@ -92,7 +92,7 @@ def deterministic(config: Config) -> Iterator[str]:
         )
 
 
-def environment_reward(config: Config) -> Iterator[str]:
+def _environment_reward(config: Config) -> Iterator[str]:
     if config.reward.function == "environment" and not config.actor_rollout_ref.rollout.multi_turn.enable:
         yield (
             f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
@@ -166,7 +166,7 @@ def is_variable_name(text: str) -> bool:
     return bool(_VARIABLE.fullmatch(text))
 
 
-def server_lists(config: Config) -> Iterator[str]:
+def _server_lists(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.server_urls and rollout.server_urls_file:
         yield (
@@ -239,12 +239,12 @@ def own_host(config: Config) -> Iterator[str]:
 
 ROLLOUT_CHECKS = (
     top_k,
-    held_out_answers,
-    request_timeout,
+    _held_out_answers,
+    _request_timeout,
     deterministic,
-    environment_reward,
+    _environment_reward,
     multi_turn,
-    server_lists,
+    _server_lists,
     server_urls,
     server_nodes,
     extra_args,

@@ -28,7 +28,7 @@ def is_read(key: str) -> bool:
     return key not in NOT_READ and any(key == name or key.startswith(f"{name}.") for name in READ)
 
 
-def unread_keys(config: Config) -> Iterator[str]:
+def _unread_keys(config: Config) -> Iterator[str]:
     """Yield a mistake for every key that is not at its default and belongs to reinforcement learning."""
     for key in known_keys().values():
         if not is_read(key.name):
@@ -46,4 +46,4 @@ def lengths(config: Config) -> Iterator[str]:
     yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 
 
-SFT_CHECKS = (unread_keys, lengths, *SHARED_CHECKS)
+SFT_CHECKS = (_unread_keys, lengths, *SHARED_CHECKS)

@@ -43,7 +43,7 @@ class ToolEnvironment:
 
     async def step(self, response: str) -> Observation:
         """Answer a turn of the model."""
-        calls = find_calls(response, self._call_open, self._call_close)
+        calls = _find_calls(response, self._call_open, self._call_close)
         answers = (self._result.replace("{}", self._run(call)) for call in calls)
         messages = tuple({"role": self._role, "content": answer} for answer in answers)
         return Observation(messages, done=not calls)
@@ -75,6 +75,6 @@ class ToolEnvironment:
         return str(fields.get("name")), arguments
 
 
-def find_calls(text: str, call_open: str, call_close: str) -> list[str]:
+def _find_calls(text: str, call_open: str, call_close: str) -> list[str]:
     """Return the text between the marks, in order; an unclosed call reaches to the end."""
     return [part.partition(call_close)[0] for part in text.split(call_open)[1:]]

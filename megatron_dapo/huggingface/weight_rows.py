@@ -139,7 +139,7 @@ def _vocabulary(megatron: str, hf: str, where: Callable[[ModelSpec], bool]) -> R
     return Row(megatron, (hf,), "same", lambda m: [(m.vocab_size, m.hidden_size)], cut=0, where=where)
 
 
-def qkv_heights(m: ModelSpec) -> list[tuple[int, ...]]:
+def _qkv_heights(m: ModelSpec) -> list[tuple[int, ...]]:
     return [(heads * m.head_dim,) for heads in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
 
 
@@ -210,8 +210,8 @@ def _has_router_bias(m: ModelSpec) -> bool:
 DECODER: tuple[Row, ...] = (
     _vocabulary("embedding.word_embeddings.weight", EMBEDDING, where=lambda m: True),
     norm("input_layernorm", "input_layernorm", alias="self_attention.linear_qkv.layer_norm_weight"),
-    _qkv("weight", lambda m: [(*rows, m.hidden_size) for rows in qkv_heights(m)]),
-    _qkv("bias", qkv_heights, where=lambda m: m.qkv_bias),
+    _qkv("weight", lambda m: [(*rows, m.hidden_size) for rows in _qkv_heights(m)]),
+    _qkv("bias", _qkv_heights, where=lambda m: m.qkv_bias),
     _head_norm("q"),
     _head_norm("k"),
     Row(

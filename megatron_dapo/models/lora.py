@@ -37,7 +37,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 PEFT_PREFIX = "base_model.model."
 
 
-def adapter_names(weight_name: str) -> tuple[str, str]:
+def _adapter_names(weight_name: str) -> tuple[str, str]:
     """Return the names of A and B, as in a PEFT file, of the module whose weight has this name."""
     module = PEFT_PREFIX + weight_name.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
@@ -48,7 +48,7 @@ def adapter_tensors(spec: ModelSpec, lora: LoraSettings) -> dict[str, tuple[int,
     tensors: dict[str, tuple[int, ...]] = {}
     for weight_name, shape in hf_tensors(spec).items():
         if lora.is_target(weight_name):
-            name_a, name_b = adapter_names(weight_name)
+            name_a, name_b = _adapter_names(weight_name)
             tensors |= {name_a: (lora.rank, shape[1]), name_b: (shape[0], lora.rank)}
     return tensors
 
@@ -83,7 +83,7 @@ class LinearAdapter(torch.nn.Module):
         """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero. weight: this rank's."""
         cut = self._cut
         whole_in = weight.size(1) * (self._num_places if cut == 1 else 1)
-        name_a, _ = adapter_names(self.entry.hf_names[index])
+        name_a, _ = _adapter_names(self.entry.hf_names[index])
         generator = torch.Generator().manual_seed(lora.seed + zlib.crc32(name_a.encode()))
         bound = whole_in**-0.5  # kaiming_uniform_(a=sqrt(5))
         drawn = torch.empty(lora.rank, whole_in).uniform_(-bound, bound, generator=generator)
@@ -176,7 +176,7 @@ class LinearAdapter(torch.nn.Module):
     def entries(self) -> Iterator[Entry]:
         """Yield the parameters with PEFT's names, cut as they are."""
         for index in self._targets:
-            name_a, name_b = adapter_names(self.entry.hf_names[index])
+            name_a, name_b = _adapter_names(self.entry.hf_names[index])
             a, b = self.pair(index)
             yield self._half_entry(a, name_a, 1, ())
             yield self._half_entry(b, name_b, 0, self.entry.blocks[index])

@@ -57,7 +57,7 @@ def look() -> EngineHere:
     number = torch.backends.cudnn.version() or 0
     of_torch = number // 10000, number // 100 % 100, number % 100
     of_its = get_cudnn_version()
-    return EngineHere(version, None, _dotted(of_its), _dotted(of_torch), loaded_files("libcudnn.so"))
+    return EngineHere(version, None, _dotted(of_its), _dotted(of_torch), _loaded_files("libcudnn.so"))
 
 
 def import_error() -> str | None:
@@ -73,7 +73,7 @@ def import_error() -> str | None:
     return None
 
 
-def loaded_files(name: str) -> tuple[str, ...]:
+def _loaded_files(name: str) -> tuple[str, ...]:
     """Return the files loaded into this process whose names have this beginning."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}

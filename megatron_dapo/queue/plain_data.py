@@ -9,13 +9,13 @@ from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 # vars(), not dataclasses.asdict: asdict copies every array.
 
 
-def prompt_to_plain(prompt: Prompt) -> dict:
+def _prompt_to_plain(prompt: Prompt) -> dict:
     """Return a prompt as plain data."""
     return dict(vars(prompt))
 
 
-def prompt_from_plain(plain: dict) -> Prompt:
-    """Return the prompt of `prompt_to_plain`."""
+def _prompt_from_plain(plain: dict) -> Prompt:
+    """Return the prompt of `_prompt_to_plain`."""
     return Prompt(**{**plain, "tokens": tuple(plain["tokens"])})
 
 
@@ -42,7 +42,7 @@ def group_to_plain(group: Group) -> dict:
     """Return a group as plain data."""
     return {
         "uid": group.uid,
-        "prompt": prompt_to_plain(group.prompt),
+        "prompt": _prompt_to_plain(group.prompt),
         "samples": [sample_to_plain(sample) for sample in group.samples],
         "baseline_reward": group.baseline_reward,
         "keep": group.keep,
@@ -60,7 +60,7 @@ def group_from_plain(plain: dict) -> Group:
             raise ValueError(f"group {plain['uid']}, sample {number} {error}") from error
     return Group(
         uid=plain["uid"],
-        prompt=prompt_from_plain(plain["prompt"]),
+        prompt=_prompt_from_plain(plain["prompt"]),
         samples=tuple(samples),
         baseline_reward=plain["baseline_reward"],
         keep=plain["keep"],
@@ -72,7 +72,7 @@ def draw_to_plain(group: Group) -> dict:
     """Return an open group as plain data, with its samples and partial responses so far."""
     return {
         "uid": group.uid,
-        "prompt": prompt_to_plain(group.prompt),
+        "prompt": _prompt_to_plain(group.prompt),
         "version": group.version,
         "samples": [sample_to_plain(sample) for sample in group.samples],
         "partials": [dict(vars(partial)) for partial in group.partials],
@@ -83,7 +83,7 @@ def draw_from_plain(plain: dict) -> Group:
     """Return the open group of `draw_to_plain`."""
     return Group(
         uid=plain["uid"],
-        prompt=prompt_from_plain(plain["prompt"]),
+        prompt=_prompt_from_plain(plain["prompt"]),
         samples=tuple(sample_from_plain(sample) for sample in plain["samples"]),
         version=plain["version"],
         partials=tuple(

@@ -43,7 +43,7 @@ _MIN_LETTERS = 4  # abc is a product, as good as cba
 _MIN_MARKED_LETTERS = 2  # in LaTeX's text; one letter is a choice, possibly in brackets
 
 
-def without_delimiters(answer: str) -> str:
+def _without_delimiters(answer: str) -> str:
     """Return an answer without the surrounding marks of mathematics, bold text, money and a
     sentence's end, with plain dashes, blanks and fractions."""
     answer = _BLANKS.sub(" ", _DASHES.sub("-", answer)).strip(" \t\r\n*`")
@@ -63,13 +63,13 @@ def _as_fraction(match: re.Match[str]) -> str:
 def without_units(answer: str) -> str:
     """Return an answer without the words for units behind its number that math-verify takes for
     products of letters."""
-    return _ORDINAL.sub("", _UNITS.sub("", without_delimiters(answer)))
+    return _ORDINAL.sub("", _UNITS.sub("", _without_delimiters(answer)))
 
 
 def as_written(answer: str) -> str:
     """Return the answer without delimiters, fonts and idle white space. Equal strings are equal
     answers."""
-    plain = without_delimiters(answer).replace("\\colon", ":").replace("{:}", ":")
+    plain = _without_delimiters(answer).replace("\\colon", ":").replace("{:}", ":")
     plain = _TEXT.sub(r"\1", plain.replace("\\left", "").replace("\\right", ""))
     return _IDLE_SPACE.sub("", _OVERLINE.sub(r"\1", plain))
 
@@ -79,7 +79,7 @@ def exact_number(answer: str) -> Fraction | None:
 
     A decimal may be periodic or have a power of ten, a fraction may follow an integer.
     """
-    plain = without_delimiters(answer)
+    plain = _without_delimiters(answer)
     match = _NUMBER.fullmatch(plain)
     if match is None:
         return _repeating_decimal(plain)
@@ -113,14 +113,14 @@ def _repeating_decimal(plain: str) -> Fraction | None:
 def words(answer: str) -> str | None:
     r"""Return the words of an answer of words only (a day, a name, `\text{yes}`); None for anything
     else."""
-    text = _text(without_delimiters(answer))
+    text = _text(_without_delimiters(answer))
     return text.casefold() if _WORDS.fullmatch(text) else None
 
 
 def is_words(truth: str) -> bool:
     """Return whether a truth is to be compared as words: as mathematics, `listen` and `silent` are
     the same product."""
-    plain = without_delimiters(truth)
+    plain = _without_delimiters(truth)
     text = _text(plain)
     longest = max(map(len, text.split()), default=0)
     return _WORDS.fullmatch(text) is not None and longest >= (_MIN_LETTERS if text == plain else _MIN_MARKED_LETTERS)

@@ -19,8 +19,8 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
     return {
         **_sampling_metrics(step),
         **generated,
-        **mean_metrics("train/reward_mean", (sample.reward for sample in trained)),
-        **mean_metrics("train/accuracy", (sample.correct for sample in trained)),
+        **_mean_metrics("train/reward_mean", (sample.reward for sample in trained)),
+        **_mean_metrics("train/accuracy", (sample.correct for sample in trained)),
         "rollout/seconds": seconds,
         "rollout/tokens_per_s": generated["rollout/num_tokens"] / seconds,
         "rollout/num_retries": num_retries,
@@ -31,7 +31,7 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
     }
 
 
-def mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
+def _mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
     """Return {name: mean of values}; {} without values."""
     numbers = list(values)
     return {name: sum(numbers) / len(numbers)} if numbers else {}

@@ -176,7 +176,7 @@ def paid_without_answer(share: float | None) -> str | None:
     )
 
 
-def mostly_cut(share: float) -> str | None:
+def _mostly_cut(share: float) -> str | None:
     """Return a warning if most of the sampled responses, or of the held-out answers, are cut; else
     None."""
     if share <= MAX_CUT:
@@ -188,8 +188,8 @@ def mostly_cut(share: float) -> str | None:
 
 
 WARNINGS: tuple[tuple[str, Callable[[float], str | None]], ...] = (
-    ("dapo/truncation_ratio", mostly_cut),
-    ("val/truncation_ratio", mostly_cut),
+    ("dapo/truncation_ratio", _mostly_cut),
+    ("val/truncation_ratio", _mostly_cut),
     ("reward/truncated_correct", paid_without_answer),
 )
 """Metric -> its warning, shown once until it is cured."""

@@ -45,7 +45,7 @@ def step_warnings(config: Config, metrics: Mapping[str, float]) -> list[str]:
     """Return warnings about a step; none for synthetic batches, which have no server."""
     if config.trainer.synthetic_batch:
         return []
-    return list(filter(None, (few_effective_tokens(metrics), mostly_rejected(metrics))))
+    return list(filter(None, (few_effective_tokens(metrics), _mostly_rejected(metrics))))
 
 
 def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:
@@ -65,7 +65,7 @@ def few_effective_tokens(metrics: Mapping[str, float]) -> str | None:
     )
 
 
-def mostly_rejected(metrics: Mapping[str, float]) -> str | None:
+def _mostly_rejected(metrics: Mapping[str, float]) -> str | None:
     """Return a warning if most tokens are rejected, so that the step hardly teaches anything."""
     share = metrics.get("actor/rollout_rs_token_masked", 0.0)
     if share <= _MANY:

@@ -47,7 +47,7 @@ class TokenDumps:
         local_values: Values = {}
         if self._layout.rank in self._senders:
             num_samples = self._num_groups * self._config.actor_rollout_ref.rollout.n
-            local_values = values_of(chain.from_iterable(mini_batches), num_samples)
+            local_values = _values_of(chain.from_iterable(mini_batches), num_samples)
         parts = self._layout.collect(flat_pickle(local_values), self._senders)
         if groups is None:
             return
@@ -66,7 +66,7 @@ class TokenDumps:
         return TokenDump.of_responses(responses, self._texts.of(np.concatenate(tokens)) if tokens else {})
 
 
-def values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
+def _values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
     """Return the values per token of the samples with a sample_id below num_samples; NaN for
     uncounted tokens."""
     values: Values = {}

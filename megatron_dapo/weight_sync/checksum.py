@@ -97,10 +97,10 @@ def _pad_vocabulary(tensor: Tensor, tp_size: int) -> Tensor:
 def checksum(tensor: Tensor) -> str:
     """Return what `weights_checker` reports for this tensor on a server of the same kind of
     device."""
-    return gpu_checksum(tensor) if tensor.is_cuda else cpu_checksum(tensor)
+    return gpu_checksum(tensor) if tensor.is_cuda else _cpu_checksum(tensor)
 
 
-def cpu_checksum(tensor: Tensor) -> str:
+def _cpu_checksum(tensor: Tensor) -> str:
     """Return the first 8 bytes of SHA-256 over the tensor's bytes, in hexadecimal."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).hexdigest()[:16]

@@ -103,7 +103,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
             f"out."
         )
     spec = model_spec(model_json, source=name)
-    critic = critic_of(config)
+    critic = _critic_of(config)
     config = settled(config, spec, critic)
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and (lack := lack_of_fp8(hardware.name, hardware.capability, megatron.fp8_recipe)):
@@ -134,7 +134,7 @@ def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
     )
 
 
-def critic_of(config: Config) -> ModelSpec | None:
+def _critic_of(config: Config) -> ModelSpec | None:
     """Return the spec of a critic with a separate checkpoint, or None: the critic then has the
     actor's size."""
     path = config.critic.model.path

@@ -100,10 +100,10 @@ def cost_lines(config: Config, step: StepTime, num_gpus: int, limit: JobLimit, h
     seconds = run_seconds(config, step)
     hours = seconds * num_gpus / HOUR
     yield (
-        f"{in_days(seconds)} on {num_gpus} GPUs like {hardware.upper()}, {hours:.{0 if hours >= 10 else 2}f} "
+        f"{_in_days(seconds)} on {num_gpus} GPUs like {hardware.upper()}, {hours:.{0 if hours >= 10 else 2}f} "
         f"GPU-hours: {config.trainer.total_training_steps} steps of {step.step:.{0 if step.step >= 10 else 2}f} s"
     )
-    yield jobs_line(seconds, limit)
+    yield _jobs_line(seconds, limit)
     trainer, servers = step.trainer_idle, step.servers_idle
     if max(trainer, servers) < MOSTLY or seconds < HOUR:
         return
@@ -114,7 +114,7 @@ def cost_lines(config: Config, step: StepTime, num_gpus: int, limit: JobLimit, h
     yield "`plan --search` compares layouts and splits of the same nodes"
 
 
-def jobs_line(seconds: float, limit: JobLimit) -> str:
+def _jobs_line(seconds: float, limit: JobLimit) -> str:
     """Return how many jobs of a time limit a run takes."""
     if math.isinf(limit.limit_s):
         return "1 job without a time limit"
@@ -126,7 +126,7 @@ def jobs_line(seconds: float, limit: JobLimit) -> str:
     return f"{jobs} {'job' if jobs == 1 else 'jobs'} {sizes}"
 
 
-def in_days(seconds: float) -> str:
+def _in_days(seconds: float) -> str:
     """Return a duration in its largest unit: 17.2 days, 3.1 hours, 12.0 minutes."""
     for unit, name in ((DAY, "days"), (HOUR, "hours"), (60.0, "minutes")):
         if seconds >= unit:

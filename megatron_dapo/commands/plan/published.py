@@ -167,10 +167,10 @@ RUNS = (
 )
 
 
-def phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
+def _phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
     """Return the phase times of a published run's step, and the lengths of its responses."""
     if run.total_length is None:
-        return phase_times_of(replace(run, total_length=_length_that_scores(run)))
+        return _phase_times_of(replace(run, total_length=_length_that_scores(run)))
     spec = model_spec(MODEL_SHAPES[run.model])
     hardware = HARDWARE[run.hardware]
     efficiency = Efficiency()
@@ -201,14 +201,14 @@ def _length_that_scores(run: PublishedRun) -> float:
     low, high = PROMPT + 1.0, PROMPT + 0.99 * run.longest
     while high - low > 1:
         middle = (low + high) / 2
-        parts, _ = phase_times_of(replace(run, total_length=middle))
+        parts, _ = _phase_times_of(replace(run, total_length=middle))
         low, high = (middle, high) if parts.score < run.published["score"] else (low, middle)
     return low
 
 
 def planned(run: PublishedRun) -> dict[str, float]:
     """Return the estimate of a published run, by part, in seconds."""
-    parts, responses = phase_times_of(run)
+    parts, responses = _phase_times_of(run)
     if run.is_colocated:
         recipe = Recipe(run.groups, run.groups, run.n, max_staleness=0, num_steps=2, warm_up=1)
     else:

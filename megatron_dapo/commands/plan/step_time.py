@@ -86,12 +86,12 @@ class Assumptions:
         return cls(
             hardware,
             Lengths.with_mean(MEAN_SHARE * longest, SPREAD, longest),
-            usual_prompt(config),
+            _usual_prompt(config),
             ACCEPTANCE if replaces_groups(config) and uses_servers(config) else 1.0,
         )
 
 
-def usual_prompt(config: Config) -> int:
+def _usual_prompt(config: Config) -> int:
     """Return the default mean tokens of a prompt."""
     longest = config.data.max_prompt_length
     return round(

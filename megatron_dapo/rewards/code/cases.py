@@ -120,20 +120,20 @@ def _returned(expected: Any, output: str) -> bool:
     except (ValueError, RecursionError):
         return False
     only = expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
-    return same_value(expected, value) or same_value(only, value)
+    return _same_value(expected, value) or _same_value(only, value)
 
 
-def same_value(expected: Any, value: Any) -> bool:
+def _same_value(expected: Any, value: Any) -> bool:
     """Return whether a value equals its JSON: a tuple is a list, keys are strings, and decimals are
     rounded."""
     if isinstance(expected, list):
         is_list = isinstance(value, list | tuple) and len(value) == len(expected)
-        return is_list and all(map(same_value, expected, value))
+        return is_list and all(map(_same_value, expected, value))
     if isinstance(expected, dict):
         if not isinstance(value, dict):
             return False
         named = {str(key): item for key, item in value.items()}
-        return named.keys() == expected.keys() and all(same_value(expected[key], named[key]) for key in expected)
+        return named.keys() == expected.keys() and all(_same_value(expected[key], named[key]) for key in expected)
     if isinstance(expected, float) and isinstance(value, int | float):
         return math.isclose(value, expected, **_TOLERANCE)
     return bool(value == expected)
