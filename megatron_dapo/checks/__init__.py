@@ -1,1 +1,1 @@
-"""Checks of a run before it starts: keys together, the model and this machine; memory and recomputation."""
+"""Checks of a run before its start: keys, the model, the machine; GPU memory and layers."""

@@ -1,7 +1,7 @@
-"""What the keys of the algorithm demand of each other: clipping, DAPO's techniques, KL, estimators, replay.
+"""Checks across the algorithm's keys: clipping, DAPO's techniques, KL, estimators, replay.
 
-A technique whose settings are given while its switch is off is a mistake (here, or in `unused_keys`): silently-off
-techniques are how published recipes fail.
+Settings of a technique with its switch off are a mistake (here, or in `unused_keys`):
+silently-off techniques are how published recipes fail.
 """
 
 from collections.abc import Iterator
@@ -81,11 +81,12 @@ def group_size(config: Config) -> Iterator[str]:
 
 
 def staleness(config: Config) -> Iterator[str]:
-    """Refuse samples of earlier weights without a correction: the loss would take wrong log-probs for old. A veto alone
-    is none: it leaves nearly all of them as they are."""
+    """Refuse samples of earlier weights without a correction: their log-probs would count as old
+    ones. A veto by itself is no correction: nearly all samples pass it unchanged."""
     max_staleness = config.actor_rollout_ref.rollout.max_staleness
     correction = config.algorithm.rollout_correction
-    corrects_itself = config.actor_rollout_ref.actor.loss_function is not None  # it is given rollout_log_probs
+    # the function gets rollout_log_probs
+    corrects_itself = config.actor_rollout_ref.actor.loss_function is not None
     is_corrected = correction.rollout_is != "none" or correction.bypass_mode or correction.rollout_rs != "none"
     if max_staleness and not corrects_itself and not is_corrected:
         yield (
@@ -96,7 +97,7 @@ def staleness(config: Config) -> Iterator[str]:
 
 
 def slots(config: Config) -> Iterator[str]:
-    """Refuse requests that would wait inside a server while weights are pushed: those that run are put behind them."""
+    """Refuse requests waiting inside a server: a weight push puts the running ones behind them."""
     rollout = config.actor_rollout_ref.rollout
     limit = rollout.server.max_running_requests
     if rollout.max_staleness and limit is not None and rollout.max_concurrency > limit:
@@ -108,7 +109,7 @@ def slots(config: Config) -> Iterator[str]:
 
 
 def _clips_weight(config: Config) -> bool:
-    """Return whether the ratio is clipped whatever the advantage is; the paper of CISPO has no lower bound."""
+    """Return whether the ratio is clipped at any advantage; CISPO's paper has no lower bound."""
     return config.actor_rollout_ref.actor.policy_loss == "cispo"
 
 
@@ -151,7 +152,7 @@ _BOUNDS_OF_PAPERS = {
 
 
 def _bounds_of_papers(config: Config) -> Iterator[str]:
-    """Yield a mistake where a loss other than DAPO's would have DAPO's symmetric range."""
+    """Yield a mistake for DAPO's symmetric range under another loss."""
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss in _BOUNDS_OF_PAPERS and not actor.use_dapo and actor.loss_function is None:
         yield (
@@ -162,7 +163,7 @@ def _bounds_of_papers(config: Config) -> Iterator[str]:
 
 
 def _loss_of_replayed_tokens(config: Config) -> Iterator[str]:
-    """Yield a mistake where the loss of replayed tokens does not go with that of new ones."""
+    """Yield a mistake for incompatible losses of replayed and new tokens."""
     actor = config.actor_rollout_ref.actor
     if not config.exp_manager.experience_replay.enable:
         return
@@ -327,7 +328,7 @@ def reference(config: Config) -> Iterator[str]:
         )
 
 
-# keys that would put a term of ours into the loss, or weigh it: key -> what the function does in its place
+# keys of our own terms or weights in the loss -> the function's argument for the same purpose
 _TERMS_OF_OURS = {
     f"{ACTOR}.use_kl_loss": "ref_log_probs, where actor_rollout_ref.ref.path is given",
     f"{ACTOR}.entropy_coef": f"entropy, where {ACTOR}.calculate_entropy is true",
@@ -370,7 +371,7 @@ def loss_function(config: Config) -> Iterator[str]:
 
 
 def terms_beside_loss_function(config: Config) -> Iterator[str]:
-    """Yield the mistakes of the keys that a loss function of the user's own cannot be combined with."""
+    """Yield the mistakes of keys with no place beside a loss function of the user's own."""
     if config.actor_rollout_ref.actor.loss_function is not None:
         for name in _TERMS_OF_OURS:
             yield from known_mistakes([_term_of_ours], config, name)

@@ -1,4 +1,4 @@
-"""What keys demand of each other: one small check per rule. No file is read."""
+"""Checks across keys: one small check per rule. No file is read."""
 
 import importlib.util
 import re
@@ -167,8 +167,8 @@ def batches(config: Config) -> Iterator[str]:
 
 
 def _run_folder_name(config: Config) -> Iterator[str]:
-    """Yield a mistake where the experiment's name is no name of a folder below runs/: the run folder is there, so the
-    name must not lead out of it."""
+    """Yield a mistake for an experiment name not fit for a folder below runs/: as the run folder's
+    path it must not lead out of runs/."""
     name = config.trainer.experiment_name
     parts = name.split("/")
     if {"", ".", ".."}.isdisjoint(parts) and name.isprintable() and max(len(part.encode()) for part in parts) <= 200:
@@ -295,7 +295,8 @@ def _judge_key(config: Config) -> Iterator[str]:
     judge = config.reward.judge
     if not judge.url:
         return
-    if judge.api_key_env and not is_variable_name(judge.api_key_env):  # it may be the key itself: not shown
+    # the sentence leaves the value out: it may be the key itself
+    if judge.api_key_env and not is_variable_name(judge.api_key_env):
         yield (
             "reward.judge.api_key_env is no name of an environment variable; give its name alone, the key stays in the "
             "environment."
@@ -307,14 +308,14 @@ def _judge_key(config: Config) -> Iterator[str]:
 def _is_base_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        _ = parts.port  # raises for what is no number
+        _ = parts.port  # raises for a port without a number
     except ValueError:
         return False
     is_plain = not (parts.query or parts.fragment) and "@" not in parts.netloc
     return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
 
 
-# of every run, whatever it learns from
+# of every run, of reinforcement learning or fine-tuning
 SHARED_CHECKS = (
     *MEGATRON_CHECKS,
     *LORA_CHECKS,

@@ -1,4 +1,4 @@
-"""What the keys of `algorithm.rollout_correction` demand of each other."""
+"""Checks across the keys of `algorithm.rollout_correction`."""
 
 from collections.abc import Iterator
 

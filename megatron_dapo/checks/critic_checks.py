@@ -1,4 +1,4 @@
-"""What the critic's keys demand of each other, of the actor's, and of the critic's own config.json."""
+"""Checks of the critic's keys against each other, the actor's keys and the critic's config.json."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -74,7 +74,7 @@ def _critic_first(config: Config) -> Iterator[str]:
 
 
 def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
-    """Ask of a critic of another size than the actor's what is asked of the actor's model, and the same tokens."""
+    """Check a critic of another size like the actor's model, and demand the same tokens."""
     path = config.critic.model.path
     critic_json = model_json_of(path) if path and uses_critic(config) else None
     if critic_json is None:

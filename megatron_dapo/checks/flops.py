@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, counted as papers count them, so that runs can be compared by MFU."""
+"""Floating-point operations of a model by the papers' count: runs stay comparable by MFU."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,17 +9,21 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import product_weights
 
 TRAINING_PASSES = 3
-"""Forward, and a backward of twice its products. What recomputation repeats does not count (PaLM, arXiv 2204.02311,
-appendix B: model FLOPs, not hardware FLOPs)."""
+"""Forward, and a backward of twice its products.
+
+Recomputation does not count (PaLM, arXiv 2204.02311, appendix B: model FLOPs, not hardware FLOPs).
+"""
 
 
 def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int, lora: LoraSettings | None = None) -> int:
-    """Count the operations of one pass over samples of these lengths, packed or not: padding does not count.
+    """Count the operations of one pass over samples of these lengths, packed or not.
 
-    Two operations per parameter of a product and token, and causal attention over the keys that a token sees, itself
-    and those before it (PaLM's 12 L H Q T counts those after it too; Megatron-LM's num_floating_point_operations halves
-    that as we do). Experts count as far as a token passes through them. num_answered: tokens whose logits, of a critic
-    values, are computed, which are those that the loss counts. lora: of adapters beside the layers.
+    Padding does not count. Two operations per parameter of a product and token. Causal attention
+    counts the keys before a token and its own. PaLM's 12 L H Q T includes the later ones;
+    Megatron-LM's num_floating_point_operations halves it too. Only a token's own experts count.
+
+    num_answered: tokens in the loss; only they get logits, or values from a critic.
+    lora: adapters beside the layers.
     """
     lengths = list(lengths)
     layers = range(spec.num_layers)
@@ -28,8 +32,10 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int, lo
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int], num_answered: int, lora: LoraSettings | None = None) -> int:
-    """Count the operations of forward and backward, in the way of `forward_flops`. With LoRA the gradients of the
-    weights are left out, which are frozen, also the head's; those of the adapters are there."""
+    """Count the operations of forward and backward, by the rules of `forward_flops`.
+
+    With LoRA the weights, head included, are frozen and get no gradients; the adapters get theirs.
+    """
     lengths = list(lengths)
     flops = TRAINING_PASSES * forward_flops(spec, lengths, num_answered, lora)
     if lora is None:
@@ -43,7 +49,7 @@ def _head_flops(spec: ModelSpec, num_answered: int) -> int:
 
 
 def active_adapters_of(spec: ModelSpec, layers: Sequence[int], lora: LoraSettings | None) -> int:
-    """Count the parameters of the adapters that a token goes through in these layers, numbered from 0."""
+    """Count a token's adapter parameters in these layers, numbered from 0."""
     if lora is None:
         return 0
     shared, expert = adapter_parameters(spec, lora, layers)
@@ -51,15 +57,15 @@ def active_adapters_of(spec: ModelSpec, layers: Sequence[int], lora: LoraSetting
 
 
 def active_parameters_of(spec: ModelSpec, layers: Sequence[int]) -> int:
-    """Count the parameters of the products that a token goes through in these layers, numbered from 0."""
+    """Count a token's product parameters in these layers, numbered from 0."""
     numbers = Counter(spec.has_experts(layer) for layer in layers)
     first = {spec.has_experts(layer): layer for layer in reversed(layers)}
     return sum(number * product_weights(spec, first[kind]) for kind, number in numbers.items())
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
-    """Count those of them that attention takes: queries with keys, weights with values. In layers with a window a token
-    sees no more keys than that."""
+    """Count the operations of attention: queries with keys, weights with values. In layers with a
+    window a token sees at most a window of keys."""
     lengths = list(lengths)
     pairs = (spec.num_layers - spec.num_local_layers) * sum(length * (length + 1) // 2 for length in lengths)
     if spec.windows is not None:

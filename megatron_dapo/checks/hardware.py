@@ -1,4 +1,4 @@
-"""What the data sheets say of GPUs: the one table of peaks, for MFU and for plans, and their memory and links."""
+"""Data sheets of GPUs: the one table of peaks, for MFU and plans; memory and links."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 
-# Dense bfloat16 tensor-core TFLOP/s, by the name that the driver gives; the first that fits. Sources are NVIDIA's data
-# sheets, which name twice as much where sparsity doubles it.
+# Dense bfloat16 tensor-core TFLOP/s by the driver's name for the GPU; the first match wins. From
+# NVIDIA's data sheets; figures with sparsity, twice as large, are halved.
 PEAK_TFLOPS = {
     "GB200": 2500.0,  # GB200 NVL72: 360 PFLOP/s with sparsity on 72 GPUs
     "B200": 2250.0,  # HGX B200: 36 PFLOP/s with sparsity on 8 GPUs
@@ -25,53 +25,48 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Return the GPU's peak in FLOP per second, in bfloat16, or None for a GPU that is not in the table."""
+    """Return the GPU's peak in FLOP per second, in bfloat16, or None for a GPU not in the table."""
     words = gpu_name.replace("-", " ").split()
     return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if _follows(name.split(), words)), None)
 
 
 def _follows(name: Sequence[str], words: Sequence[str]) -> bool:
-    """Return whether a name's words are all there in this order. Others may stand between them: A100 80GB PCIe is an
-    A100 PCIe."""
+    """Return whether all words of a name occur in this order. Others may stand between them: A100
+    80GB PCIe is an A100 PCIe."""
     rest = iter(words)
     return all(word in rest for word in name)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One GPU and its links.
+    """One GPU, its links, and its share of the node. Bandwidths are bytes per second.
 
-    flops: dense bfloat16, per second. memory: bytes. memory_bandwidth, link_bandwidth (to GPUs of the same node, one
-    direction) and network_bandwidth (to other nodes, the GPU's share of its node's adapters, one direction): bytes per
-    second. host_memory_bandwidth: the GPU's share of its node's; host_link_bandwidth: between both, one direction.
-
-    A server's own work that hides behind no kernel, in seconds: host_token_s for each token of all its requests (the
-    sampler, the launch of a graph), host_request_token_s for each token of one request, host_request_s for a request.
+    The last three fields are a server's own work, hidden behind no kernel.
     """
 
     name: str
-    flops: float
-    memory: float
+    flops: float  # dense bfloat16, per second
+    memory: float  # bytes
     memory_bandwidth: float
-    link_bandwidth: float
-    network_bandwidth: float
-    host_memory_bandwidth: float
-    host_link_bandwidth: float
+    link_bandwidth: float  # to GPUs of the same node, one direction
+    network_bandwidth: float  # to other nodes, one direction: the GPU's share of the adapters
+    host_memory_bandwidth: float  # the GPU's share of its node's
+    host_link_bandwidth: float  # between GPU and host memory, one direction
     capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
-    host_token_s: float = 1e-3
-    # SGLang prepares the next batch, and takes in the last one, while a GPU computes (its overlap scheduler)
+    host_token_s: float = 1e-3  # seconds per token of all requests: sampler, launch of a graph
+    # Per token of one request. 0 on a GPU: SGLang's overlap scheduler works while the GPU computes.
     host_request_token_s: float = 0.0
-    host_request_s: float = 0.0
+    host_request_s: float = 0.0  # seconds per request
 
 
-# All GPUs of the table that have FP8 do twice as many operations in it as in bfloat16, by the same data sheets.
+# The table's GPUs with FP8 are twice as fast in it as in bfloat16, by the same data sheets.
 FP8_SPEED = 2.0
-# The compute capability that Transformer Engine asks for (TE 2.20, pytorch/quantization.py).
+# Compute capability for Transformer Engine's recipes (TE 2.20, pytorch/quantization.py).
 FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 
 
 def lack_of_fp8(name: str, capability: tuple[int, int], recipe: str) -> str | None:
-    """Return what a GPU of this compute capability lacks for a recipe of FP8, as the end of a sentence, or none."""
+    """Return the end of a sentence on a GPU too old for a recipe of FP8, or None."""
     needed = FP8_CAPABILITY[recipe]
     if capability >= needed:
         return None
@@ -107,29 +102,31 @@ def _row(
 _DGX_A100 = (51, 31)  # 2 x EPYC 7742 with 8 channels of DDR4-3200 for 8 GPUs; PCIe 4.0
 _DGX_H100 = (77, 63)  # 2 x Xeon 8480C with 8 channels of DDR5-4800 for 8 GPUs; PCIe 5.0
 _DGX_B200 = (90, 63)  # 2 x Xeon 8570 with 8 channels of DDR5-5600 for 8 GPUs; PCIe 5.0
-_GRACE = (256, 225)  # 512 GB/s of LPDDR5X for 2 GPUs; NVLink-C2C, 900 GB/s in both directions, for 2 GPUs
+# 512 GB/s of LPDDR5X for 2 GPUs; NVLink-C2C, 900 GB/s in both directions, for 2 GPUs
+_GRACE = (256, 225)
 
-# The SXM versions. A data sheet's NVLink figure is both directions together, so half of it stands here. Network: one
-# adapter per GPU, as in NVIDIA's DGX of that generation (200 Gbit/s beside A100, 400 beside the later ones).
+# The SXM versions. A data sheet's NVLink figure is both directions together: half of it stands
+# here. Network: one adapter per GPU, as in NVIDIA's DGX of that generation (200 Gbit/s beside A100,
+# 400 beside the later ones).
 HARDWARE = {
     row.name: row
     for row in (
-        # NVIDIA A100 data sheet (2021): 80 GB SXM, 2039 GB/s, NVLink 600 GB/s; DGX A100: 8 x ConnectX-6
+        # NVIDIA A100 data sheet (2021): SXM, 2039 GB/s, NVLink 600 GB/s; DGX A100: 8 x ConnectX-6
         _row("A100", (8, 0), 80, 2.039, 300, 25, _DGX_A100),
-        # NVIDIA H100 data sheet (2023): SXM5, 80 GB, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 8 x ConnectX-7
+        # NVIDIA H100 data sheet (2023): SXM5, 3.35 TB/s, NVLink 900 GB/s; DGX H100: 8 x ConnectX-7
         _row("H100", (9, 0), 80, 3.35, 450, 50, _DGX_H100),
         # NVIDIA H200 data sheet (2024): SXM, 141 GB, 4.8 TB/s, NVLink 900 GB/s
         _row("H200", (9, 0), 141, 4.8, 450, 50, _DGX_H100),
-        # NVIDIA H20 (2023, as resellers quote its brief; NVIDIA has none on its site): 96 GB, 4.0 TB/s, NVLink 900 GB/s
+        # NVIDIA H20 (2023; from resellers, not on NVIDIA's site): 96 GB, 4.0 TB/s, NVLink 900 GB/s
         _row("H20", (9, 0), 96, 4.0, 450, 50, _DGX_H100),
-        # NVIDIA DGX B200 data sheet (2024): 8 GPUs with 1440 GB and 64 TB/s together, NVLink 14.4 TB/s
+        # NVIDIA DGX B200 data sheet (2024): 1440 GB and 64 TB/s for 8 GPUs, NVLink 14.4 TB/s
         _row("B200", (10, 0), 180, 8.0, 900, 50, _DGX_B200),
         # NVIDIA GB200 NVL72 (2024): 72 GPUs with 13.4 TB and 576 TB/s together, NVLink 130 TB/s
         _row("GB200", (10, 0), 186, 8.0, 900, 50, _GRACE),
-        # One core of a server with AVX-512, in float32: 2.5 GHz x 2 units x 16 numbers x 2 operations; memory and
-        # loopback are orders of magnitude. For plans of runs on a CPU, with what one of them measured.
-        # The server's own work: of the demo's server, with 8 to 128 requests of 8 to 32 tokens, to 22 %
-        # (benchmarks/results/plan_cpu.json, "server").
+        # For plans of runs on a CPU: one core of a server with AVX-512, in float32, 2.5 GHz x 2
+        # units x 16 numbers x 2 operations; memory and loopback are orders of magnitude. The
+        # server's own work was measured with the demo's server: 8 to 128 requests of 8 to 32
+        # tokens, to 22 % (benchmarks/results/plan_cpu.json, "server").
         Hardware(
             "cpu",
             0.16e12,
@@ -148,7 +145,7 @@ HARDWARE = {
 
 
 def hardware_named(name: str) -> Hardware:
-    """Return the GPU of this name, however its letters are written. Raises UserError, which names those there are."""
+    """Return the GPU of this name, in any case. Raises UserError with the known names."""
     if (row := HARDWARE.get(name.lower())) is None:
         raise UserError(f"--hardware is {name}, which is not in the table; known are {', '.join(HARDWARE)}.")
     return row

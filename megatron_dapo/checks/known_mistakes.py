@@ -1,7 +1,7 @@
-"""What a check is: a function of the config that yields one sentence for each mistake of the user.
+"""Checks: functions of the config, each yielding one sentence per mistake of the user.
 
-It reads what it needs and nothing more. Where it reads a value that was refused, it ends: what follows from that value
-is not known. So rules that read different keys are different checks.
+A check reads only the values it needs, and ends at a refused one: the rest would be a guess. So
+rules on different keys are different checks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +13,7 @@ Check = Callable[..., Iterator[str]]
 
 
 def known_mistakes(checks: Iterable[Check], *arguments: object) -> Iterator[str]:
-    """Yield the mistakes that checks find in what is known."""
+    """Yield the mistakes among the known values."""
     for check in checks:
         with suppress(Refused):
             yield from check(*arguments)

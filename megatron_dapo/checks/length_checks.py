@@ -7,10 +7,10 @@ from megatron_dapo.config.schema.config import Config
 
 
 def fits_longest_sample(config: Config, key: str, cap: int, cure: str = "raise it") -> Iterator[str]:
-    """Yield a mistake where the longest sample has more tokens than `key`, which is `cap`, allows a micro-batch.
+    """Yield a mistake if the longest sample is over `cap` tokens, the value of `key` for a
+    micro-batch.
 
-    If the sample is too long even without padding, the sentence says that length, and no key of the padding can cure
-    it.
+    A sample too long even without padding is reported by that length: no padding key can cure it.
     """
     needed = longest_sample(config)
     padding = ""
@@ -24,7 +24,7 @@ def fits_longest_sample(config: Config, key: str, cap: int, cure: str = "raise i
 
 
 def longest_in_words(config: Config) -> str:
-    """Return the keys that say how long the longest sample is."""
+    """Return the keys behind the longest sample's length, with their values."""
     if config.sft.enable:
         return f"sft.max_length {config.sft.max_length}"
     data = config.data

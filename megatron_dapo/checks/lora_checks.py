@@ -1,4 +1,4 @@
-"""What low-rank adapters demand of the other keys."""
+"""Demands of low-rank adapters on the other keys."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, 
 
 
 def targets(config: Config) -> Iterator[str]:
-    """Yield a mistake where a module does not exist, or none is named."""
+    """Yield a mistake for unknown modules, or for none."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return

@@ -1,7 +1,8 @@
-"""A loss of the user's own, asked once with made-up sequences: python -m megatron_dapo.checks.loss_trial PATH ANSWER.
+"""Trial of a user's own loss with made-up sequences.
 
-The file ANSWER becomes a JSON list of sentences, empty where the answer is one that a run takes. An
-exception of the function is no verdict: it may need what only a run has, such as process groups or a GPU.
+`python -m megatron_dapo.checks.loss_trial PATH ANSWER` makes the file ANSWER: a JSON list of
+sentences, empty for a valid return value. An exception of the function decides nothing: it may need
+a run's process groups or its GPU.
 """
 
 import argparse
@@ -24,7 +25,7 @@ _LENGTHS = (3, 5)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write what is wrong with the function, as sentences."""
+    """Write the faults of the function, as sentences."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dapo.checks.loss_trial")
     parser.add_argument("path")
     parser.add_argument("answer", type=Path)
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _try_loss(function: SequenceLossFunction, with_reference: bool, with_entropy: bool) -> None:
-    """Ask the function once. Raises UserError for an answer that no run takes."""
+    """Call the function once. Raises UserError for an invalid return value."""
     sequences = [_sequence(length, with_reference, with_entropy) for length in _LENGTHS]
     _, number, _ = checked_answer(LOSS_FUNCTION, function(sequences))
     if not float(number).is_integer():

@@ -1,4 +1,4 @@
-"""What a run needs of this machine: files, folders, packages, keys, code. And the checks of an evaluation."""
+"""Demands on this machine (files, folders, packages, keys, code), and checks of an evaluation."""
 
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -104,9 +104,12 @@ _DATA = ("data.train_files", "data.val_files")
 
 
 def _run_folder(config: Config) -> Iterator[str]:
-    """Yield a mistake where the run would write into what it reads: a folder that holds a model or the data, or a part
-    of the run folder that it replaces. Inputs beside these parts, such as runs/NAME/base, are left alone, and so is a
-    run folder below that of the data."""
+    """Yield a mistake for a run writing into its inputs: the folder of a model or the data, or a
+    part of the run folder replaced by the run.
+
+    Inputs beside these parts, such as runs/NAME/base, are allowed, and so is a run folder below the
+    data's.
+    """
     for key in _FOLDERS:
         yield from known_mistakes([_run_in_input], config, key)
     yield from known_mistakes([_run_beside_data], config)
@@ -115,7 +118,7 @@ def _run_folder(config: Config) -> Iterator[str]:
 
 
 def _places(config: Config, key: str) -> list[Path]:
-    """Return the absolute paths that a key names."""
+    """Return the absolute paths in a key."""
     value = value_of(config, key)
     names = value if isinstance(value, list) else [value]
     return [Path(name).resolve() for name in names if name]
@@ -191,7 +194,8 @@ def _adapter(config: Config) -> Iterator[str]:
 
 
 def _transformer_engine(config: Config) -> Iterator[str]:
-    """Look for Transformer Engine on machines with GPUs alone: a recipe is read, and a job planned, on others too."""
+    """Look for Transformer Engine, on machines with GPUs only: recipes are read and jobs are
+    planned on others too."""
     if nvidia_driver.is_loaded():
         yield from known_mistakes([_packed_attention], config)
         if importlib.util.find_spec("transformer_engine") is None:
@@ -282,7 +286,7 @@ def _code_of_rollout(config: Config) -> Iterator[str]:
 
 
 def _not_there(key: str, path: str | None) -> Iterator[str]:
-    """Look for a function or a class of the user's own in its file; what imports it does so much later."""
+    """Look for a function or a class of the user's own in its file, long before its import."""
     if path and IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
         yield f"{key} is {path}, {fault}"
 

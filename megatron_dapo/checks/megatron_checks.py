@@ -1,4 +1,4 @@
-"""What the keys of Megatron's section demand of each other: sizes, overlaps, FP8, the optimizer's state."""
+"""Checks across Megatron's keys: sizes, overlaps, FP8, the optimizer's state."""
 
 from collections.abc import Iterator
 
@@ -189,11 +189,11 @@ def _fp8_weights(config: Config) -> Iterator[str]:
         yield (f"{MEGATRON}.fp8 is {megatron.fp8}, but dtype is float32; set dtype to bfloat16, or fp8 to none.")
 
 
-# What bfloat16's 8 bits keep of a moment: a step of less than half a unit in the last place is rounded away, and of a
-# moment that should fall the step is 1 - beta of it at most.
+# Precision of a moment in bfloat16, of 8 bits: a step below half a unit in the last place is
+# rounded away. The step of a falling moment is at most 1 - beta of it.
 _BFLOAT16_STEP = 2**-8
 _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")  # in the order of betas
-# what a changed state of the optimizer needs: key -> the value that it cannot be, and the cure
+# demands of a changed optimizer state: key -> the refused value, and the cure
 _NEEDED = {
     "use_distributed_optimizer": (False, "true"),
     "dtype": ("float32", "bfloat16"),
@@ -243,7 +243,7 @@ def _critics_moment(config: Config, name: str) -> Iterator[str]:
 
 
 def _rounded_moment(config: Config, name: str, key: str) -> Iterator[str]:
-    """Yield a mistake where a moment in bfloat16 would be rounded back at every step."""
+    """Yield a mistake for a bfloat16 moment rounded back at every step."""
     if getattr(config.actor_rollout_ref.actor.megatron, name) != "bfloat16":
         return
     beta = value_of(config, key)[_MOMENTS.index(name)]

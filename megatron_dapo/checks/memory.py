@@ -1,9 +1,8 @@
-"""GPU memory that a run needs, before it starts: of the fullest trainer rank, and of a server. From the config and the
-model's sizes alone.
+"""GPU memory of a run before its start, from config and model sizes: fullest trainer rank, server.
 
-Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads its buffers by less
-than 128 x DP numbers each. The rest are upper estimates, each at its own peak, although the peaks do not coincide. For
-CUDA, NCCL and workspaces `usable_memory` keeps a part of a trainer GPU free.
+Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads
+its buffers by less than 128 x DP numbers each. The rest are upper estimates, each at its own peak,
+although the peaks do not coincide. `usable_memory` leaves room for CUDA, NCCL and workspaces.
 """
 
 import math
@@ -34,39 +33,39 @@ from megatron_dapo.huggingface.model_tensors import product_weights, rows_of_lay
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 
 MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
-MAIN_PARAMETER = 4  # bytes: float32, where parameters are in half precision
-# Of a parameter whose optimizer state is in the machine's memory: float32 weight, two moments and gradient.
+MAIN_PARAMETER = 4  # bytes: float32, beside parameters in half precision
+# Bytes of a parameter with its optimizer state on the host: float32 weight, two moments, gradient.
 ON_THE_HOST = 16
-# Forward, data gradient, weight gradient of a layer's four products (TE 2.20, pytorch/module/base.py: initialize_ub).
+# Forward, data and weight gradient of 4 products a layer (TE 2.20, module/base.py: initialize_ub).
 NUM_USER_BUFFERS = 12
-# Of a loss by autograd: statistics of the logits and what they are merged to (4 each), the 7 fields of
-# `algorithms.sequence_loss.LossSequence` and as much again.
+# Of a loss by autograd: statistics of the logits, and the merged ones (4 each); the 7 fields of
+# `algorithms.sequence_loss.LossSequence`, and the same again.
 FLOATS_PER_TOKEN = 8 + 2 * 7
-# What SGLang takes of an 80 GB GPU for weights and KV cache by itself: all but 0.5 GB, 1.5 MB per token of a chunk of
-# prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
+# SGLang's own share of an 80 GB GPU for weights and KV cache: all but 0.5 GB, 1.5 MB per token of a
+# chunk of prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
-# Bytes of a trainer GPU that no part below counts: the CUDA context with its kernels, the buffers of NCCL's
-# communicators (2 to 4 GB where a trainer has several GPUs), and workspaces of products, attention and the allocator.
+# Bytes of a trainer GPU outside all parts below: the CUDA context with its kernels, the buffers of
+# NCCL's communicators (2 to 4 GB with several GPUs), workspaces (products, attention, allocator).
 CUDA_CONTEXT = 0.5 * GB
 NCCL_BUFFERS = 4 * GB
 WORKSPACES = 1.5 * GB
 
 
 def kept_free(config: Config) -> float:
-    """Return the bytes of a trainer GPU that are not for the parts of `trainer_memory`."""
+    """Return the bytes of a trainer GPU outside the parts of `trainer_memory`."""
     if (gigabytes := config.trainer.gpu_reserve_gb) is not None:
         return gigabytes * GB
     return CUDA_CONTEXT + WORKSPACES + (NCCL_BUFFERS if world_size(config) > 1 else 0)
 
 
 def usable_memory(config: Config) -> float:
-    """Return the bytes of a trainer GPU into which `trainer_memory` has to fit."""
+    """Return the bytes of a trainer GPU for `trainer_memory`."""
     return max(config.trainer.gpu_memory_gb * GB - kept_free(config), 0.0)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What each part takes, in bytes."""
+    """Bytes of each part of a trainer rank."""
 
     weights: int
     gradients: int
@@ -85,19 +84,18 @@ class Parts:
 
     @property
     def by_name(self) -> dict[str, int]:
-        """Return the bytes of each part by its name, the largest first, without the parts that are not used."""
+        """Return the bytes of each part by its name, the largest first, without unused parts."""
         sizes = {field.name.replace("_", " "): getattr(self, field.name) for field in fields(self)}
         return dict(sorted(((name, size) for name, size in sizes.items() if size), key=lambda item: -item[1]))
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of one model on one rank that are there all the time. optimizer: on the average over the data-parallel
-    ranks that share it."""
+    """Permanent bytes of one model on one rank."""
 
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: int  # the mean over the data-parallel ranks of its shards
 
     @property
     def total(self) -> int:
@@ -106,12 +104,11 @@ class States:
 
 @dataclass(frozen=True)
 class ServerParts:
-    """Bytes per GPU of a server. kv_per_token: of one token in its cache; kv_cache: what is left for all of them, below
-    0 where the weights alone do not fit."""
+    """Bytes per GPU of a server."""
 
     weights: int
-    kv_cache: int
-    kv_per_token: int
+    kv_cache: int  # the rest, for all tokens; below 0 if the weights do not fit
+    kv_per_token: int  # of one token in its cache
 
     @property
     def num_tokens(self) -> int:
@@ -119,8 +116,8 @@ class ServerParts:
 
 
 def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
-    """Return the memory of the pipeline stage that needs most. critic: its spec, where it is of another size than the
-    actor; it may come with or without its value head."""
+    """Return the memory of the fullest pipeline stage. critic: the spec, with or without a value
+    head, of a critic of another size than the actor."""
     stages = [_stage(config, actor, (critic or actor).as_critic(), stage) for stage in range(parallel_sizes(config).pp)]
     return max(stages, key=lambda parts: parts.total)
 
@@ -140,7 +137,7 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
     is_last = stage == sizes.pp - 1
     if needs_reference(config) and not actor_is_reference(config):
         reference = sum(num_parameters(actor, sizes, stage)) * width
-        reference += _fp8_copies(config, actor, stage) // 2  # its forward pass needs no transposed ones
+        reference += _fp8_copies(config, actor, stage) // 2  # no transposed ones: forward only
     if uses_full_kl(config) and is_last:
         reference += _kept_for_full_kl(config, actor)
     return Parts(
@@ -158,15 +155,15 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
 
 
 def _user_buffers(config: Config, spec: ModelSpec, tokens: int) -> int:
-    """Return the bytes of Transformer Engine's user buffers: one for each kind of product, with the whole activations
-    of a micro-batch's tokens."""
+    """Return the bytes of Transformer Engine's user buffers: one for each kind of product, with the
+    whole activations of a micro-batch's tokens."""
     overlaps = config.actor_rollout_ref.actor.megatron.tp_comm_overlap
     return NUM_USER_BUFFERS * tokens * spec.hidden_size * dtype_bytes(config) if overlaps else 0
 
 
 def _routed_experts(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
-    """Return the bytes of the experts that a stage's routers replay for so many tokens of a context-parallel rank: an
-    int16 for each choice (training/expert_cut.py)."""
+    """Return the bytes of a stage's experts in router replay, an int16 for each choice, for so many
+    tokens of a context-parallel rank (training/expert_cut.py)."""
     if spec.moe is None or config.actor_rollout_ref.actor.router_replay == "off":
         return 0
     sizes = parallel_sizes(config)
@@ -176,7 +173,8 @@ def _routed_experts(config: Config, spec: ModelSpec, stage: int, tokens: int) ->
 
 
 def routed_experts_on_host(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes of a node's memory for the routed experts of a rollout step, all samples at their longest."""
+    """Return the bytes of a node's memory for the routed experts of a rollout step, with all
+    samples at their longest."""
     sizes = parallel_sizes(config)
     tokens = ceil_div(samples_per_rollout_step(config), sizes.dp) * _of_rank(config, longest_sample(config))
     largest = max(_routed_experts(config, spec, stage, tokens) for stage in range(sizes.pp))
@@ -184,8 +182,8 @@ def routed_experts_on_host(config: Config, spec: ModelSpec) -> int:
 
 
 def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[int, int]:
-    """Return how many parameters one rank of a stage holds: (those that all data-parallel ranks share, those of
-    experts). The model is cut by columns and rows over TP (arXiv 1909.08053, section 3), as its weight rows say."""
+    """Return a rank's parameters of a stage: (shared by all data-parallel ranks, of experts). TP
+    cuts the model by columns and rows (arXiv 1909.08053, section 3), by its weight rows."""
     layers = split_of(spec, sizes).numbers_of(stage)
     shared, expert = _of_layers(spec, layers, _parameters_of_layer, sizes.tp, sizes.etp)
     vocabulary = spec.padded_vocab_size(sizes.tp) // sizes.tp * spec.hidden_size
@@ -197,16 +195,16 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
 
 
 def num_expert_parameters(spec: ModelSpec) -> int:
-    """Return how many parameters one expert of a layer has."""
+    """Return the number of parameters in one expert of a layer."""
     return _parameters_of_layer(spec, spec.num_layers - 1, 1, 1)[1]
 
 
 CountOfLayer = Callable[[ModelSpec, int, int, int], tuple[int, int]]
-"""(model, layer, TP, ETP) -> what the layer has on a rank: (all but experts', one expert's)."""
+"""(model, layer, TP, ETP) -> counts of the layer on a rank: (all but experts', one expert's)."""
 
 
 def _of_layers(spec: ModelSpec, layers: Sequence[int], count: CountOfLayer, tp: int, etp: int) -> tuple[int, int]:
-    """Return the sums over these layers. Of each kind of layer, dense or with experts, one is counted."""
+    """Return the sums over these layers, from one layer of each kind: dense or with experts."""
     shared = expert = 0
     for kind in (True, False):
         if members := [layer for layer in layers if spec.has_experts(layer) == kind]:
@@ -218,17 +216,18 @@ def _of_layers(spec: ModelSpec, layers: Sequence[int], count: CountOfLayer, tp: 
 
 @cache
 def _parameters_of_layer(spec: ModelSpec, layer: int, tp: int, etp: int) -> tuple[int, int]:
-    """Return how many parameters of a layer a rank holds: (all but experts', one expert's)."""
+    """Return the parameters of a layer on a rank: (all but experts', one expert's)."""
     counts = {True: 0, False: 0}
     for row in rows_of_layer(spec, layer):
-        if not row.hf[0].endswith(ROUTER_BIAS):  # which is no parameter
+        if not row.hf[0].endswith(ROUTER_BIAS):  # no parameter
             num_ranks = 1 if row.cut is None else etp if row.of_experts else tp
             counts[row.of_experts] += sum(map(math.prod, row.shapes(spec))) // num_ranks
     return counts[False], counts[True]
 
 
 def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
-    """Return the bytes of the routers' biases on a rank of a stage: float32, without gradient or optimizer state."""
+    """Return the bytes of the routers' biases on a rank of a stage: float32, without gradient or
+    optimizer state."""
     if spec.moe is None or not spec.moe.has_bias:
         return 0
     return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
@@ -237,8 +236,8 @@ def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
 def num_trained_parameters(
     spec: ModelSpec, sizes: ParallelSizes, stage: int, lora: LoraSettings | None
 ) -> tuple[int, int]:
-    """Return how many parameters one rank of a stage trains, in the two kinds of `num_parameters`: all of them, or with
-    LoRA the adapters."""
+    """Return the trained parameters of one rank of a stage, in the two kinds of `num_parameters`:
+    all of them, or with LoRA the adapters."""
     if lora is None:
         return num_parameters(spec, sizes, stage)
     layers = split_of(spec, sizes).numbers_of(stage)
@@ -249,15 +248,15 @@ def num_trained_parameters(
 def adapter_parameters(
     spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1, etp: int = 1
 ) -> tuple[int, int]:
-    """Return how many parameters the adapters (models/lora.py) of these layers, numbered from 0, have on a rank: (all
-    but those of experts, those of one expert in each layer that has some)."""
+    """Return the parameters on a rank of the adapters (models/lora.py) of these layers, numbered
+    from 0: (all but those of experts, those of one expert in each layer with experts)."""
 
     def of_layer(spec: ModelSpec, layer: int, tp: int, etp: int) -> tuple[int, int]:
         counts = {True: 0, False: 0}
         for row in rows_of_layer(spec, layer):
             num_ranks = etp if row.of_experts else tp
             for name, (outputs, inputs) in zip(row.modules, row.shapes(spec), strict=False):
-                if name in lora.targets:  # A has the columns of the module's weight on this rank, and B its rows
+                if name in lora.targets:  # A: columns of the weight on this rank; B: its rows
                     columns = inputs // (num_ranks if row.cut == 1 else 1)
                     counts[row.of_experts] += lora.rank * (columns + outputs // (num_ranks if row.cut == 0 else 1))
         return counts[False], counts[True]
@@ -266,11 +265,13 @@ def adapter_parameters(
 
 
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
-    """Return the bytes of the weights, of the float32 gradients, and of Adam's two moments together with the float32
-    weights of a half-precision model (arXiv 1910.02054, section 3.1: 2 + 4 + 12 bytes per parameter; with LoRA frozen
-    ones have 2, and adapters 18). The distributed
-    optimizer shards the last of the three over DP x CP, that of experts over the ranks that hold the same experts; of
-    each rank's share Megatron takes whole tensors to the host until their part of it is reached."""
+    """Return the bytes of weights, float32 gradients and optimizer state of a model on a rank.
+
+    The state is Adam's two moments and a half-precision model's float32 weights (arXiv 1910.02054,
+    section 3.1: 2 + 4 + 12 bytes per parameter; with LoRA 2 for frozen ones, 18 for adapters). The
+    distributed optimizer shards it over DP x CP, for experts over the ranks with the same experts.
+    Of a rank's share Megatron offloads whole tensors until their part is reached.
+    """
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     num_weights = sum(num_parameters(spec, sizes, stage))
@@ -293,9 +294,9 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
 
 
 def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
-    """Return the bytes of the matrices of a stage's layers in FP8, which Transformer Engine makes in the first
-    micro-batch after an optimizer step and keeps: as they are and transposed, 1 byte each (TE 2.20,
-    pytorch/module/base.py: get_weight_workspace). What it keeps of their inputs in FP8 is counted as bfloat16."""
+    """Return the bytes of a stage's matrices in FP8: as they are and transposed, 1 byte each.
+    Transformer Engine makes them in the first micro-batch after an optimizer step and keeps them
+    (TE 2.20, pytorch/module/base.py: get_weight_workspace). FP8 inputs count as bfloat16."""
     if config.actor_rollout_ref.actor.megatron.fp8 == "none":
         return 0
     sizes = parallel_sizes(config)
@@ -303,8 +304,8 @@ def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
-    """Return the bytes of a node's memory that the optimizer's state takes with `optimizer_offload_fraction`: of actor
-    and critic, as many ranks of the largest stage as a node has."""
+    """Return the bytes of a node's memory for the optimizer state of actor and critic, offloaded by
+    `optimizer_offload_fraction`: all ranks of the node count as ranks of the largest stage."""
     sizes = parallel_sizes(config)
     fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
     specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
@@ -318,12 +319,12 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
 
 
 def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
-    """Return the bytes that backward needs of the micro-batches in flight, and that computing one layer takes besides.
+    """Return the bytes kept for backward by micro-batches in flight, and of computing one layer.
 
-    The method is that of arXiv 2205.05198 (section 4: what each operation keeps; 1F1B keeps PP - stage micro-batches;
-    with full recompute a layer keeps its input alone), for the layers of this program: RMSNorm with float32 statistics,
-    flash attention, gated MLP, no dropout. Chunks of a stage count as its largest one. tokens: of one micro-batch, on
-    one context-parallel rank.
+    The method is arXiv 2205.05198's (section 4: tensors kept per operation; 1F1B keeps PP - stage
+    micro-batches; with full recompute a layer keeps only its input), for this program's layers:
+    RMSNorm with float32 statistics, flash attention, gated MLP, no dropout. Chunks of a stage count
+    as its largest one. tokens: of one micro-batch, on one context-parallel rank.
     """
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
@@ -332,7 +333,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     chunks = split_of(spec, sizes).chunks_of(stage)
     layers = max(chunks) * len(chunks)
     number = megatron.recompute_num_layers
-    recomputed = min(number, max(chunks)) * len(chunks)  # by the method block: Megatron counts the layers of a chunk
+    recomputed = min(number, max(chunks)) * len(chunks)  # method block: Megatron counts by chunk
     entry = spec.hidden_size * width / part
     attention, mlp, rest = kept_per_token(spec, sizes, width, part, split_of(spec, sizes).numbers_of(stage))
     whole = attention + mlp + rest
@@ -349,7 +350,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     else:
         kept = layers * whole
         computed = 0.0
-    # of one layer: the gathered input of a product, its gradient, and that of the MLP's widest product
+    # of one layer: a product's gathered input, its gradient, and that of the MLP's widest product
     ffn = spec.active_ffn_size if spec.moe else spec.ffn_size / sizes.tp
     computed += (2 * spec.hidden_size + 2 * ffn) * width
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
@@ -358,29 +359,30 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
 def kept_per_token(
     spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]
 ) -> tuple[float, float, float]:
-    """Return the bytes per token that one layer keeps for backward, the mean over these, numbered from 0: (attention,
-    MLP, norms and the inputs of the two blocks). part: number of ranks that share a sequence."""
+    """Return the bytes per token of one layer kept for backward, the mean over these, numbered from
+    0: (attention, MLP, norms and the inputs of the two blocks). part: ranks to share a sequence."""
     heads = spec.num_heads + spec.num_kv_heads
-    # q, k, v as they came; q and k rotated; the output, which is as large as q
+    # q, k, v as they came; q and k rotated; the output, the size of q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
-    if spec.latent is not None:  # keys and values as they came; what is normed, as of each norm
+    if spec.latent is not None:  # keys and values as they came; inputs and outputs of norms
         attention += spec.num_heads * (spec.latent.plain_dim + spec.value_dim) * width / sizes.tp
         attention += spec.latent.down_width * (4 + 2 * width) / part
     share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
-    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate and up, silu(gate), their product
-    if spec.moe is not None:  # tokens are evenly spread over the experts; each is copied once per expert and its parts
-        # gate, up, silu(gate), their product; with a limit both clamped, the sigmoid, and the product by probabilities
+    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate, up, silu(gate), product
+    if spec.moe is not None:  # tokens spread evenly; one copy per expert and part of it
+        # gate, up, silu(gate), product; with a limit: both clamped, sigmoid, product by weights
         widths = 4 if spec.glu_limit is None else 8
         experts = spec.moe.experts_per_token * (widths * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
         mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
-    # of each norm: float32 input and normed output, input of the product; an output's, of what follows
+    # each norm: float32 input, normed output, the product's input (output norm: the next input)
     rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
     return attention, mlp, rest
 
 
 def _in_flight(sizes: ParallelSizes, stage: int) -> float:
-    """Return how many micro-batches of a stage wait for their backward pass, counted in stages. The schedule is 1F1B,
-    or the warm-up of the interleaved schedule (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
+    """Return the number of a stage's micro-batches before their backward pass, counted in stages:
+    under 1F1B, or in the warm-up of the interleaved schedule
+    (megatron.core.pipeline_parallel.schedules.get_pp_rank_microbatches)."""
     behind = sizes.pp - stage - 1
     if not sizes.vpp:
         return behind + 1
@@ -388,9 +390,10 @@ def _in_flight(sizes: ParallelSizes, stage: int) -> float:
 
 
 def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
-    """Return the bytes of one chunk of float32 logits and its gradient, of the chunk's hidden states (its own, and with
-    sequence parallelism the next ones that travel; their gradient in float32), and of the gradient of all hidden states
-    (kernels/logits_chunk.py, kernels/fused_head.py). Without the fused head: `_composed_head_bytes`."""
+    """Return the bytes of the log-prob head (kernels/logits_chunk.py, kernels/fused_head.py): a
+    chunk of float32 logits and its gradient; its hidden states, with sequence parallelism the next
+    ones in transit, and a float32 gradient; the gradient of all hidden states. Without the fused
+    head: `_composed_head_bytes`."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     actor = config.actor_rollout_ref.actor
@@ -406,19 +409,19 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
 
 
 def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, width: int, *, kernels: bool) -> int:
-    """Return the bytes that log-probs with autograd hold at the end of their backward pass (kernels/linear_logprob.py):
-    the head of gspo and of a loss of the user's own, which need the log-probs of whole sequences before they have any
-    gradient, and of every loss with fused_kernels off.
+    """Return the bytes of log-probs with autograd after backward (kernels/linear_logprob.py).
 
-    Kept from forward to backward: the hidden states of every row, whole on each tensor-parallel rank (the logits are
-    not: they are computed a second time, a chunk at a time), and what is known of each token. In backward as many bytes
-    for the gradient of the hidden states, and the gradient of the weight in float32 and in its dtype, which the fused
-    head adds to Megatron's buffer instead. A chunk is float32 logits and their gradient in the dtype; without the
-    kernels both are float32, and so is a copy of the weight. What the user's function makes itself comes on top.
+    This head serves every loss with fused_kernels off, gspo and a user's own loss: the last two
+    need log-probs of whole sequences before any gradient. From forward to backward it keeps the
+    hidden states of every row, whole on each tensor-parallel rank, and each token's statistics. The
+    logits are computed again, a chunk at a time. Backward adds the hidden states' gradient, of the
+    same size, and the weight's, in float32 and in its dtype. The fused head adds that to Megatron's
+    buffer. A chunk is float32 logits and their gradient in the dtype; without the kernels both are
+    float32, and so is a copy of the weight. Tensors of the user's function come on top.
 
     rows, columns: of a chunk of logits. width: bytes of the model's dtype.
     """
-    narrow = width if width < MAIN_GRADIENT else 0  # a copy, where the dtype is not float32
+    narrow = width if width < MAIN_GRADIENT else 0  # a copy, unless the dtype is float32
     per_row = 2 * width + 4 if kernels else width + 8
     chunk = rows * columns * (4 + width if kernels else 8) + rows * hidden * per_row
     weight = columns * hidden * (MAIN_GRADIENT + narrow + (0 if kernels or not narrow else 4))
@@ -426,9 +429,9 @@ def _composed_head_bytes(tokens: int, rows: int, columns: int, hidden: int, widt
 
 
 def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes of two flat buckets (weight_sync/sender.py), and of the bucket that is being gathered, in slices
-    and whole. A larger tensor travels alone: the embedding, one of an MLP, or a stack of those of all experts. Stacks
-    follow one another, so that two more are under way meanwhile."""
+    """Return the bytes of two flat buckets (weight_sync/sender.py) and of the bucket in gathering,
+    in slices and whole. A larger tensor is a bucket of its own: the embedding, an MLP's, or a stack
+    of all experts'. Stacks follow one another: two more are under way meanwhile."""
     bucket = config.weight_sync.bucket_size_mb * MIB
     row = spec.hidden_size * dtype_bytes(config)
     largest = max(spec.vocab_size, spec.ffn_size, spec.dense_ffn_size) * row
@@ -440,8 +443,8 @@ def weight_sync_bytes(config: Config, spec: ModelSpec) -> int:
 
 
 def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
-    """Return the bytes of the reference's last hidden states of a rollout step, with all responses at their longest,
-    and of its chunk of logits."""
+    """Return the bytes of the reference's last hidden states of a rollout step, all responses at
+    their longest, and of its chunk of logits."""
     sizes = parallel_sizes(config)
     actor = config.actor_rollout_ref.actor
     sharing = sizes.num_copies * (sizes.tp if actor.megatron.sequence_parallel else 1)
@@ -466,9 +469,9 @@ def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
 
 
 def cache_width(spec: ModelSpec, tp: int) -> int:
-    """Return how many numbers per token and layer a GPU of a server keeps: 2 x KV heads (at least one on each) x dim
-    (arXiv 2309.06180, section 3); of a latent attention the vector and the rotated key, whole on each GPU (arXiv
-    2405.04434, section 2.1.3)."""
+    """Return the numbers per token and layer on a server's GPU: 2 x KV heads (at least one) x dim
+    (arXiv 2309.06180, section 3). Latent attention has the vector and the rotated key, whole on
+    each GPU (arXiv 2405.04434, section 2.1.3)."""
     if spec.latent is not None:
         return spec.latent.kv_rank + spec.latent.rotary_dim
     return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
@@ -486,7 +489,6 @@ def moment_bytes(config: Config) -> int:
 
 
 def _of_rank(config: Config, tokens: int) -> int:
-    """Return how many tokens of a micro-batch a context-parallel rank has, rounded up to a multiple that
-    tensor-parallel ranks can share."""
+    """Return a context-parallel rank's tokens of a micro-batch, rounded up to a multiple of TP."""
     sizes = parallel_sizes(config)
     return round_up(ceil_div(tokens, sizes.cp), sizes.tp)

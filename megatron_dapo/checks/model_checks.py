@@ -1,4 +1,4 @@
-"""What the config demands of the model's config.json: sizes that divide, positions that suffice."""
+"""Checks of the config against the model's config.json: divisible sizes, enough positions."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,27 +27,27 @@ from megatron_dapo.storage.model_folder import ModelFolder
 
 
 def read_model_json(config: Config) -> dict[str, Any] | None:
-    """Return `shape_of` the actor; none where it cannot be read (`validate` says why)."""
+    """Return `shape_of` the actor; None if it is unreadable (`validate` says why)."""
     return shape_of(config.actor_rollout_ref.model.path)
 
 
 def shape_of(path: str) -> dict[str, Any] | None:
-    """Return config.json of a checkpoint, or the shape of the published model that its folder is named after, where the
-    checkpoint is elsewhere: a cluster's recipe is planned on a laptop."""
+    """Return config.json of a checkpoint, or for a checkpoint elsewhere the shape of the published
+    model with its folder's name: a cluster's recipe is planned on a laptop."""
     if name := published_name(path):
         return MODEL_SHAPES[name]
     return model_json_of(path)
 
 
 def published_name(path: str) -> str | None:
-    """Return the published model that stands for a checkpoint which is not on this machine; none where it is, or no
-    published model has its folder's name."""
+    """Return the published model with the folder name of an absent checkpoint; None for a
+    checkpoint on this machine, or another name."""
     name = Path(path).name.lower()
     return name if name in MODEL_SHAPES and not ModelFolder.of(path).config_json.exists() else None
 
 
 def model_json_of(path: str) -> dict[str, Any] | None:
-    """Return config.json of a checkpoint of either kind; none where it cannot be read."""
+    """Return config.json of a checkpoint of either kind; None if it is unreadable."""
     try:
         return ModelFolder.of(path).read_config()
     except UserError:
@@ -55,8 +55,8 @@ def model_json_of(path: str) -> dict[str, Any] | None:
 
 
 def read_model_specs(config: Config) -> tuple[ModelSpec, ModelSpec | None] | None:
-    """Return the ModelSpec of the actor and, where there is one, of the critic; none where one cannot be read, or is
-    not supported (`validate` says why)."""
+    """Return the ModelSpec of the actor and of the critic, if any; None if one is unreadable or
+    unsupported (`validate` says why)."""
     actor = _model_spec_of(config.actor_rollout_ref.model.path, model_spec)
     critic = _model_spec_of(critic_path(config), critic_spec) if uses_critic(config) else None
     if actor is None or (critic is None and uses_critic(config)):
@@ -80,7 +80,8 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         "num_key_value_heads": _size(model, "num_key_value_heads") or heads,
         "hidden_size": _size(model, "hidden_size"),
         "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
-        "n_shared_experts x moe_intermediate_size": _shared_size(model),  # the other experts are cut over ETP
+        # the other experts are cut over ETP
+        "n_shared_experts x moe_intermediate_size": _shared_size(model),
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -91,12 +92,12 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _has_dense_layers(model: dict[str, Any]) -> bool:
-    """Return whether layers have an MLP, all of them or those before the first with experts."""
+    """Return whether layers have an MLP: all of them, or those before the first with experts."""
     return not num_experts_of(model) or ("n_routed_experts" in model and model.get("first_k_dense_replace") != 0)
 
 
 def _shared_size(model: dict[str, Any]) -> int | None:
-    """Return the width of the shared experts; none where there are none."""
+    """Return the width of the shared experts; None without shared experts."""
     if "n_routed_experts" not in model:
         return None
     return (_size(model, "n_shared_experts") or 1) * (_size(model, "moe_intermediate_size") or 0)
@@ -219,7 +220,7 @@ def _family_of(model: dict[str, Any]) -> Family | None:
 
 
 def _expert_width_key(model: dict[str, Any]) -> str:
-    """Return the name of the width of an expert in a mixture's config.json."""
+    """Return the name of an expert's width in a mixture's config.json."""
     family = _family_of(model)
     return family.ffn_key if family else "moe_intermediate_size"
 
@@ -236,14 +237,14 @@ def _has_biased_experts(model: dict[str, Any]) -> bool:
 
 
 def adapted_modules(config: Config, model: dict[str, Any]) -> list[str]:
-    """Return the last names of the modules of a model that have an adapter; [] where it cannot be read."""
+    """Return the last names of a model's modules with an adapter; [] for an unreadable model."""
     return [name for name in _linear_modules(model) if name in target_modules(config)]
 
 
 def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
     try:
         return linear_modules(model_spec(model))
-    except (UserError, ValueError):  # which another check reports
+    except (UserError, ValueError):  # another check reports it
         return ()
 
 
@@ -329,7 +330,7 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
     for name, size in sizes.items():
         yield f"{key} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}."
     kv_heads = _size(model, "num_key_value_heads")
-    # ranks that are more than the heads repeat them, all of them as often
+    # more ranks than heads repeat the heads, all of them equally often
     if kv_heads and not sizes and kv_heads % tp and tp % kv_heads:
         yield (
             f"{key} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
@@ -346,7 +347,7 @@ def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _size(model: dict[str, Any], name: str) -> int | None:
-    """Return a positive whole number of config.json; none where it is absent or of another type."""
+    """Return a positive whole number of config.json; None if it is absent or of another type."""
     value = model.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 

@@ -1,7 +1,7 @@
-"""Shapes of published models by name, so that a plan needs no download: the fields of their public config.json.
+"""Shapes of published models by name, for plans without a download: fields of config.json.
 
-The names are those of the base models. Their chat models have the same shape, but not always as many positions:
-max_position_embeddings of Qwen2.5-7B is 131072, and of Qwen2.5-7B-Instruct 32768.
+The names are the base models'. Their chat models have the same shape, but sometimes fewer
+positions: max_position_embeddings of Qwen2.5-7B is 131072, and of Qwen2.5-7B-Instruct 32768.
 """
 
 from typing import Any
@@ -114,7 +114,7 @@ def _decoder(architecture: str, hidden: int, layers: int, heads: int, kv_heads: 
 
 
 MODEL_SHAPES: dict[str, dict[str, Any]] = {
-    # Qwen/Qwen2.5-*: technical report arXiv 2412.15115, table 1. Positions of 1.5b and 72b: as those of 7b and 32b
+    # Qwen/Qwen2.5-*: technical report arXiv 2412.15115, table 1. 1.5b and 72b: positions of 7b, 32b
     "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, tied=True, positions=32768),
     "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, tied=True),
     "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11008, tied=True, positions=32768),
@@ -155,8 +155,8 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     # zai-org/GLM-4.5*: arXiv 2508.06471, table 1; without the layer of multi-token prediction
     "glm-4.5-air": _glm_moe(4096, 46, 10944, 1408, 128, 1, scaling=1.0, qk_norm=False),
     "glm-4.5": _glm_moe(5120, 92, 12288, 1536, 160, 3, scaling=2.5, qk_norm=True),
-    # deepseek-ai/DeepSeek-V3*, -R1*: arXiv 2412.19437, section 4.2; without the layer of multi-token prediction, and in
-    # bfloat16, not in FP8 as they are published
+    # deepseek-ai/DeepSeek-V3*, -R1*: arXiv 2412.19437, section 4.2; without the layer of
+    # multi-token prediction; in bfloat16, but published in FP8
     "deepseek-v3": _decoder("DeepseekV3ForCausalLM", 7168, 61, 128, 128, 18432)
     | {
         "first_k_dense_replace": 3,
@@ -186,7 +186,7 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "vocab_size": 129280,
     },
-    # openai/gpt-oss-*: arXiv 2508.10925, section 2; in bfloat16, not in MXFP4 as they are published
+    # openai/gpt-oss-*: arXiv 2508.10925, section 2; in bfloat16, but published in MXFP4
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     # meta-llama/Llama-3.1-*: arXiv 2407.21783, table 3
@@ -196,8 +196,8 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_json_named(name: str) -> dict[str, Any]:
-    """Return config.json of a published model as far as its shape goes. Raises UserError, which names those there
-    are."""
+    """Return the shape fields of a published model's config.json. Raises UserError with the known
+    names."""
     if (shape := MODEL_SHAPES.get(name.lower())) is None:
         raise UserError(f"--model is {name}, which is not in the table; known are {', '.join(MODEL_SHAPES)}.")
     return shape

@@ -1,4 +1,4 @@
-"""Which layers each chunk of a pipeline has. Only this module knows: the model, its memory and its time ask here."""
+"""Layers of each pipeline chunk. Only this module knows: model, memory and time ask here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 class PipelineSplit:
     """A model's layers over the chunks of its pipeline.
 
-    num_stages: pipeline ranks. layers: number of layers of each chunk, in the order in which tokens pass the chunks.
-    Chunk c is on stage c modulo num_stages; without virtual stages each stage has one. The first chunk has the
-    embedding besides, the last one the final norm and the head.
+    Chunk c is on stage c modulo num_stages; without virtual stages each stage has one chunk. The
+    first chunk also has the embedding, the last one the final norm and the head.
     """
 
-    num_stages: int
-    layers: tuple[int, ...]
+    num_stages: int  # pipeline ranks
+    layers: tuple[int, ...]  # number of layers of each chunk, in a token's order
 
     @property
     def largest(self) -> int:
@@ -31,7 +30,7 @@ class PipelineSplit:
 
     @property
     def has_idle_chunk(self) -> bool:
-        """Return whether a chunk has nothing to do: no layer, and neither the embedding nor the head."""
+        """Return whether a chunk is idle: without layers, embedding or head."""
         return 0 in self.layers[1:-1]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
@@ -43,12 +42,12 @@ class PipelineSplit:
         return sum(self.chunks_of(stage))
 
     def numbers_of(self, stage: int) -> list[int]:
-        """Return which layers a stage has, counted from 0."""
+        """Return the numbers of a stage's layers, counted from 0."""
         chunks = range(stage, len(self.layers), self.num_stages)
         return [number for chunk in chunks for number in self.numbers(chunk)]
 
     def numbers(self, chunk: int) -> range:
-        """Return which layers a chunk has, counted from 0."""
+        """Return the numbers of a chunk's layers, counted from 0."""
         first = sum(self.layers[:chunk])
         return range(first, first + self.layers[chunk])
 
@@ -61,11 +60,12 @@ class PipelineSplit:
 def pipeline_split(
     num_layers: int, num_stages: int, chunks_per_stage: int, pipeline_layers: Sequence[int] | None = None
 ) -> PipelineSplit:
-    """Return the split that the config gives (`pipeline_layers`), or else the one that is as even as possible.
+    """Return the config's split (`pipeline_layers`), or else the most even one.
 
-    Where the layers do not divide, embedding and head count as one layer each: the stages before the last one have one
-    layer more than the others, and the first stage only if all but the last have. So no stage has more of all three
-    together than it must. A stage's layers, which do not depend on chunks_per_stage, are cut over its chunks likewise.
+    For an uneven number of layers, embedding and head count as one layer each. The stages before
+    the last have one layer more than the others; the first stage only if all but the last have. So
+    no stage has more of all three together than necessary. A stage's layers, the same for any
+    chunks_per_stage, are cut over its chunks likewise.
     """
     if pipeline_layers is not None:
         return PipelineSplit(num_stages, tuple(pipeline_layers))
@@ -81,7 +81,8 @@ def split_of(spec: ModelSpec, sizes: ParallelSizes) -> PipelineSplit:
 
 
 def _cut(num_layers: int, num_parts: int, *, has_head: bool) -> list[int]:
-    """Return parts that differ by one layer at most. The later ones have more, save one with the head, the last."""
+    """Return parts with a difference of one layer at most: more in the later ones, but not in the
+    last if it has the head."""
     share, rest = divmod(num_layers, num_parts)
     end = num_parts - 1 if has_head else num_parts
     return [share + (end - rest <= part < end) for part in range(num_parts)]

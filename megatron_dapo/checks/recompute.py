@@ -1,7 +1,8 @@
-"""What `recompute_granularity: auto` stands for: the least recomputation with which the trainer fits into its GPUs.
+"""`recompute_granularity: auto`: the least recomputation for the trainer to fit into its GPUs.
 
-The estimate chooses among nothing, the MLP of every layer, the first layers of each stage, and all layers. core_attn is
-left out: it keeps little memory free, and the first layers, one by one, keep more for each second.
+The estimate chooses among nothing, the MLP of every layer, the first layers of each stage, and all
+layers. core_attn is left out: it frees little memory; the first layers, one by one, free more for
+each second.
 """
 
 import bisect
@@ -22,15 +23,16 @@ ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "r
 
 
 def settled(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Config:
-    """Return the config with what `auto` stands for; all layers where nothing fits, and `shortage.shortage` says so.
-    critic: its spec, where it is of another size than the actor."""
+    """Return the config with `auto` settled; all layers if nothing fits (see `shortage.shortage`).
+    critic: the spec of a critic of another size than the actor."""
     if config.actor_rollout_ref.actor.megatron.recompute_granularity != "auto":
         return config
     return _with(config, least_that_fits(config, actor, critic) or ALL_LAYERS)
 
 
 def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> dict[str, Any] | None:
-    """Return the keys, by their last names, of what repeats least of a forward pass and fits, or none."""
+    """Return the keys, by their last names, of the least recomputation with enough memory, or
+    None."""
 
     def fits(keys: Mapping[str, Any]) -> bool:
         return trainer_memory(_with(config, keys), actor, critic).total <= usable_memory(config)
@@ -39,7 +41,8 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
     num_layers = split_of(actor, sizes).largest
     if critic is not None:  # its layers are recomputed by the same keys
         num_layers = min(num_layers, split_of(critic, sizes).largest)
-    numbers = range(1, num_layers)  # the more, the less memory: all before some number do not fit
+    # each recomputed layer saves memory: no number before the first fitting one fits
+    numbers = range(1, num_layers)
     fewest = bisect.bisect_left(numbers, True, key=lambda number: fits(_first_layers(number)))
     choices: list[dict[str, Any]] = [NOTHING, MLP, *map(_first_layers, numbers[fewest : fewest + 1]), ALL_LAYERS]
     choices.sort(key=lambda keys: recomputed_share(_with(config, keys), actor))
@@ -47,9 +50,12 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
 
 
 def recomputed_share(config: Config, spec: ModelSpec) -> float:
-    """Return how much of a forward pass through the layers is repeated in backward: all of it with full recompute by
-    the method uniform, the share of the layers with block, and the part of a layer's parameters with selective (of
-    core_attn nothing: its products are few beside a layer's at the lengths that packing leaves it)."""
+    """Return the share of the layers' forward pass repeated in backward.
+
+    All of it with full recompute by the method uniform, and the share of the layers with block.
+    With selective, the part of a layer's parameters; 0 for core_attn: at packed lengths its
+    products are few beside a layer's.
+    """
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.recompute_granularity == "none":
         return 0.0
@@ -75,7 +81,7 @@ def _with(config: Config, keys: Mapping[str, Any]) -> Config:
 
 
 def in_words(megatron: MegatronConfig) -> str:
-    """Return what is recomputed: nothing, MLP, all layers, the first 12 layers of each stage."""
+    """Return the recomputed part: nothing, MLP, all layers, the first 12 layers of each stage."""
     if megatron.recompute_granularity == "selective":
         names = {"core_attn": "attention", "mlp": "MLP"}
         return " and ".join(names[name] for name in megatron.recompute_modules) or "nothing"

@@ -1,6 +1,6 @@
-"""What the keys of the rollout demand of each other: sampling, SGLang servers, several turns.
+"""Checks across the rollout's keys: sampling, SGLang servers, several turns.
 
-`own_host` asks this machine as well, and is called where files are looked for.
+`own_host` asks this machine too, so it runs with the checks of files.
 """
 
 import re
@@ -19,7 +19,7 @@ EXTRA_ARGS = f"{ROLLOUT}.server.extra_args"
 _OWN_SERVERS = f"leave it out, or start such servers yourself and name them in {ROLLOUT}.server_urls"
 _ONE_SERVER = f"which ranks a server has is {ROLLOUT}.server.tensor_model_parallel_size; more servers are num_servers"
 _RUNS_CODE = "with it code or templates that a checkpoint or a request brings would run in the server; leave it out"
-# options of `sglang.launch_server` that the launcher sets itself, or that open a server to more than this run -> cure
+# options of `sglang.launch_server` set by the launcher, or opening a server to others -> cure
 REFUSED_OPTIONS = {
     "--host": f"set {ROLLOUT}.server.host",
     "--port": "ports are chosen at start, or from `launch.sglang_server --first-port` on",
@@ -151,8 +151,8 @@ _TURN_CHECKS = (_environment_variables, _environment, _turn_length, _turn_timeou
 
 
 def variable_names(key: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield a mistake for each entry that is no name of an environment variable. The mistake does not show the entry,
-    which may be a value."""
+    """Yield a mistake for each entry unfit as the name of an environment variable. The entry is not
+    shown: it may be a value."""
     for number, name in enumerate(names):
         if not is_variable_name(name):
             yield (
@@ -210,7 +210,7 @@ def extra_args(config: Config) -> Iterator[str]:
 
 
 def _value_of(option: str, arguments: list[str]) -> str | None:
-    """Return the value that the server would take for an option: the last one given."""
+    """Return the value of an option to the server: the last one given."""
     last = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
         name, equals, value = argument.partition("=")
@@ -220,8 +220,8 @@ def _value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def own_host(config: Config) -> Iterator[str]:
-    """Yield a mistake where servers are to run on the trainer's machine, but cannot bind to their host as an address of
-    it."""
+    """Yield a mistake for servers of the trainer's machine unable to bind to their host as one of
+    its addresses."""
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes or not starts_servers(config):
         return

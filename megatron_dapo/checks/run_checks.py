@@ -1,4 +1,4 @@
-"""Checks before anything starts: keys against each other, the model and this machine. All reported together."""
+"""Checks before the start: keys against each other, the model, this machine. One joint error."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -28,9 +28,9 @@ def validate(
 ) -> None:
     """Raise UserError with a sentence for every mistake.
 
-    model_json: the model's config.json; none = its checks are left out. check_files: demand that the files and packages
-    that a run needs are named and here; without it, a recipe may leave them open. num_processes: trainer ranks that the
-    launcher started, if it did.
+    model_json: the model's config.json; without it its checks are left out.
+    check_files: demand the run's files and packages; a recipe may leave them open.
+    num_processes: trainer ranks started by the launcher, if any.
     """
     _raise(_mistakes(config, model_json, check_files, num_processes))
 
@@ -42,11 +42,12 @@ def load_and_validate(
     num_processes: int | None = None,
     model_json: dict[str, Any] | None = None,
 ) -> Config:
-    """Return the checked config of a file and its overrides, with what `auto` in it stands for, as far as the model is
-    here. model_json: config.json of another model than the config's, for which `auto` is left as it is.
+    """Return the checked config of a file and its overrides; `auto` is settled if the model is
+    here.
 
-    Raises UserError with every mistake: unknown keys and refused values, and what contradicts the rest or this machine
-    among the keys whose values are known.
+    model_json: config.json of another model than the config's; `auto` then stays as it is.
+    Raises UserError with every mistake: unknown keys, refused values, and known values in conflict
+    with each other or this machine.
     """
     reading = read_config(path, overrides)
     config = reading.known
@@ -57,7 +58,8 @@ def load_and_validate(
 
 
 def load_for_evaluation(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of an evaluation; only what that reads is checked. Raises UserError with every mistake."""
+    """Return the config of an evaluation, with only its own keys checked. Raises UserError with
+    every mistake."""
     reading = read_config(path, overrides)
     mistakes = [*known_mistakes(EVALUATION_CHECKS, reading.known)]
     model_json = _model_json(reading.known)
@@ -73,7 +75,7 @@ def _raise(mistakes: Iterable[str]) -> None:
 
 
 def _model_json(config: Config) -> dict[str, Any] | None:
-    """Return config.json of the actor; none where it cannot be read, or its path was refused."""
+    """Return config.json of the actor; None if it is unreadable, or its path was refused."""
     with suppress(Refused):
         return read_model_json(config)
     return None
@@ -86,7 +88,7 @@ def _mistakes(
     num_processes: int | None,
     overridden: frozenset[str] = frozenset(),
 ) -> Iterator[str]:
-    """Yield the mistakes of a config. overridden: keys that the command line gives."""
+    """Yield the mistakes of a config. overridden: keys from the command line."""
     yield from _mistakes_of_kind(config, overridden)
     if model_json is not None:
         yield from known_mistakes((*MODEL_CHECKS, own_model), config, model_json)
@@ -96,8 +98,8 @@ def _mistakes(
 
 
 def _mistakes_of_kind(config: Config, overridden: frozenset[str]) -> Iterator[str]:
-    """Yield the mistakes of a run of reinforcement learning or of fine-tuning; where it is not known which, those that
-    both would have."""
+    """Yield the mistakes of reinforcement learning or of fine-tuning; with the kind unknown, the
+    common ones."""
     checks: tuple[Check, ...] = SHARED_CHECKS
     keys = [key for key in known_keys().values() if is_read(key.name)]
     with suppress(Refused):

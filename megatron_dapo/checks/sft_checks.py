@@ -1,4 +1,4 @@
-"""What keys demand of each other where conversations are fine-tuned on (`sft.enable`)."""
+"""Checks across the keys of supervised fine-tuning (`sft.enable`)."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from megatron_dapo.config.key_names import ACTOR, keys_of
 from megatron_dapo.config.keys import Key, known_keys, show_text, value_of
 from megatron_dapo.config.schema.config import Config
 
-# sections and keys that are read; whatever else is set has no effect
+# sections and keys in use; all others have no effect
 READ = (
     "sft",
     "actor_rollout_ref.model",
@@ -29,7 +29,7 @@ def is_read(key: str) -> bool:
 
 
 def _unread_keys(config: Config) -> Iterator[str]:
-    """Yield a mistake for every key that is not at its default and belongs to reinforcement learning."""
+    """Yield a mistake for every changed key of reinforcement learning."""
     for key in known_keys().values():
         if not is_read(key.name):
             yield from known_mistakes([_unread_key], config, key)

@@ -1,4 +1,4 @@
-"""Keys that were given, but that another key keeps from being read: what `ActsIf` of the schema's fields says."""
+"""Keys given without effect, by the `ActsIf` rules of the schema's fields."""
 
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -10,11 +10,11 @@ from megatron_dapo.config.schema.rules import ActsIf, Condition, Is, IsNot, IsOn
 
 
 def unused_keys(config: Config, keys: Iterable[Key], overridden: Collection[str] = ()) -> Iterator[str]:
-    """Yield a mistake for each of these keys that is not at its default and has no effect.
+    """Yield a mistake for each of these keys with a value other than its default, but no effect.
 
-    overridden: keys that the command line gives. Who writes one there means it now, whoever switched it off, and also
-    at its default: that is a mistake, too. But null, false and 0 ask for nothing; and where no switch is off, a
-    default takes back what a recipe says.
+    overridden: keys from the command line, meant now. Without effect they are mistakes also at
+    their default, and with a switch off on purpose. But null, false and 0 ask for nothing; with
+    every switch on, a default takes back a recipe's value.
     """
     for key in keys:
         yield from known_mistakes([_unused_key], config, key, key.name in overridden)
@@ -46,7 +46,7 @@ def _holds(rule: ActsIf, config: Config) -> bool:
 
 
 def _was_forgotten(rule: ActsIf, config: Config) -> bool:
-    """Return whether nobody touched the switches of a rule."""
+    """Return whether nobody touched a rule's switches."""
     for condition in rule.conditions:
         section, _, switch = condition.key.rpartition(".")
         if not was_left_off(value_of(config, section), switch):
@@ -64,7 +64,7 @@ def _mistake(key: Key, value: Any, rule: ActsIf, config: Config) -> str:
 
 
 def _cure(condition: Condition) -> str:
-    """Return what to set, and to what, for the condition to hold."""
+    """Return the key to set, and its value, for the condition to hold."""
     name = condition.key.rpartition(".")[2]
     match condition:
         case Is(values=values):
