@@ -1,1 +1,1 @@
-"""The typed config tree: its schema, the loader, checks of keys against each other, and values derived from it."""
+"""The typed config tree: its schema, the loader, the keys and their arithmetic."""

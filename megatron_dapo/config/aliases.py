@@ -1,7 +1,7 @@
-"""Names that other documents have for keys, and what they mean. The loader alone knows them.
+"""Other documents' names of keys, and their meanings here. Only the loader knows them.
 
-Most are other spellings. Two are more: `algorithm.dapo.enable`, the main switch of two techniques, and
-`algorithm.filter_groups`, which is verl's dynamic sampling and has other defaults.
+Most are other spellings. Two are more: `algorithm.dapo.enable`, the main switch of two techniques,
+and `algorithm.filter_groups`, verl's dynamic sampling with other defaults.
 """
 
 import re
@@ -32,22 +32,22 @@ FILTER_GROUPS = {
 }
 _DEFAULTS = {f"{_GROUPS}.metric": "acc", f"{_GROUPS}.on_exhausted": "train_partial"}
 SWITCHES = {MAIN_SWITCH: _TECHNIQUES} | {name: (key,) for name, key in FILTER_GROUPS.items()}
-"""Names that are no spelling of one key in every case -> the keys that they decide on."""
+"""Names for more than one key, or with defaults of their own -> their keys."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A value somebody gave to a key."""
+    """A user's value of a key."""
 
     value: Any
     where: str
     """The file, or "override"."""
     spelling: str
-    """The name that was written: the key's own or another."""
+    """The user's name of the key: its own or another."""
 
 
 def respelled(name: str) -> str:
-    """Return the schema's spelling of a name; those of SWITCHES stay."""
+    """Return the schema's spelling of a name; names in SWITCHES stay."""
     for alias, key in ALIASES.items():
         if name == alias or name.startswith(f"{alias}."):
             name = key + name[len(alias) :]
@@ -55,13 +55,13 @@ def respelled(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """Return the dotted name that the schema has for a name."""
+    """Return the schema's dotted name for a name."""
     name = respelled(name)
     return FILTER_GROUPS.get(name, name)
 
 
 def names_in(section: str) -> dict[str, tuple[str, ...]]:
-    """Return what a section holds that only aliases name: its last names -> the keys that each stands for."""
+    """Return a section's names known only from aliases: last name -> its keys."""
     names: dict[str, tuple[str, ...]] = {}
     for alias in (*ALIASES, *SWITCHES):
         if alias.startswith(f"{section}."):
@@ -72,7 +72,7 @@ def names_in(section: str) -> dict[str, tuple[str, ...]]:
 
 
 def resolve_switches(settings: dict[str, Setting]) -> Iterator[Mistake]:
-    """Replace the SWITCHES among the settings by settings of the keys that they decide on; yield their mistakes."""
+    """Replace the SWITCHES among the settings by settings of their keys; yield their mistakes."""
     yield from _resolve_main_switch(settings)
     yield from _resolve_filter_groups(settings)
 
@@ -127,12 +127,12 @@ def _resolve_filter_groups(settings: dict[str, Setting]) -> Iterator[Mistake]:
 
 
 def _is_off(settings: Mapping[str, Setting], switch: str) -> bool:
-    """Return whether a set of keys was switched off by hand."""
+    """Return whether the user switched a set of keys off."""
     return switch in settings and settings[switch].value is False
 
 
 def spellings_of(settings: Mapping[str, Setting]) -> dict[str, str]:
-    """Return the names that the user has for keys, where they are not the schema's."""
+    """Return the user's names of keys, if other than the schema's."""
     names = {key: setting.spelling for key, setting in settings.items() if setting.spelling != key}
     if not FILTER_GROUPS.keys().isdisjoint(names.values()):
         names = {key: alias for alias, key in FILTER_GROUPS.items()} | names

@@ -1,4 +1,7 @@
-"""Built-in rewards, environments and advantage estimators: names and import paths, imported only where they run."""
+"""Built-in rewards, environments and advantage estimators: names and import paths.
+
+They are imported only for their use.
+"""
 
 import re
 from dataclasses import dataclass
@@ -20,10 +23,11 @@ BUILT_IN_ENVIRONMENTS = {
 
 @dataclass(frozen=True)
 class Estimator:
-    """The function of an advantage estimator, and what it needs."""
+    """The function of an advantage estimator, and its needs."""
 
     function: str
-    """Import path of a function of one group (`GroupRewards`), or of the tokens of a micro-batch (`TokenRewards`)."""
+    """Import path of a function of one group (`GroupRewards`), or of a micro-batch's tokens
+    (`TokenRewards`)."""
     per_token: bool = False
     """One advantage per token instead of one per response; whitened over the rollout step."""
     discounts: bool = False
@@ -49,7 +53,7 @@ ESTIMATORS = {  # algorithm.adv_estimator
 
 
 def estimators_with(**needs: bool) -> tuple[str, ...]:
-    """Return the names of the estimators whose rows have these values."""
+    """Return the names of the estimators with these values."""
     return tuple(
         name
         for name, estimator in ESTIMATORS.items()

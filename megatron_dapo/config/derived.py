@@ -1,4 +1,4 @@
-"""What follows from a config by arithmetic, so that nobody computes it twice: layout, steps, clip range, techniques."""
+"""Arithmetic on a config, done once for all: layout, steps, clip range, techniques."""
 
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -12,30 +12,31 @@ from megatron_dapo.config.schema.config import Config
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Parallel sizes of the trainer; `dp` is what TP, PP and CP leave of the world. ep, etp: of the TP x CP x DP ranks
-    of a stage. pipeline_layers: of each chunk, where the config says it; checks/pipeline.py reads it."""
+    """Parallel sizes of the trainer."""
 
     tp: int
     pp: int
     vpp: int | None
     world: int
-    ep: int = 1
+    ep: int = 1  # of the TP x CP x DP ranks of a stage, as etp
     cp: int = 1
-    pipeline_layers: tuple[int, ...] | None = None
+    pipeline_layers: tuple[int, ...] | None = None  # per chunk, if given (checks/pipeline.py)
     etp: int = 1
 
     @property
     def dp(self) -> int:
+        """Return the data-parallel size: the world's share left by TP, PP and CP."""
         return self.world // (self.tp * self.pp * self.cp)
 
     @property
     def num_copies(self) -> int:
-        """Return how many ranks hold the same weights and share their optimizer state."""
+        """Return the number of ranks with the same weights; they share their optimizer state."""
         return self.cp * self.dp
 
     @property
     def expert_dp(self) -> int:
-        """Return how many ranks hold the same experts, or the same part of them, and share their optimizer state."""
+        """Return the number of ranks with the same experts, or the same part of them. They share
+        their optimizer state."""
         return self.tp * self.num_copies // (self.ep * self.etp)
 
     @property
@@ -44,8 +45,8 @@ class ParallelSizes:
         return segment_multiple(self.cp)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Return where a rank is, in Megatron's order: tensor ranks adjacent, context ranks next, pipeline ranks
-        farthest apart."""
+        """Return a rank's coordinates in Megatron's order: tensor ranks adjacent, context ranks
+        next, pipeline ranks farthest apart."""
         return RankCoordinates(
             dp=rank // (self.tp * self.cp) % self.dp,
             pp=rank // (self.tp * self.cp * self.dp),
@@ -55,8 +56,8 @@ class ParallelSizes:
 
 
 def segment_multiple(cp: int) -> int:
-    """Return the number that the length of a packed segment must be a multiple of: with context parallelism it is cut
-    into 2 x cp chunks (models/context_parallel.py)."""
+    """Return the divisor of a packed segment's length: context parallelism cuts it into 2 x cp
+    chunks (models/context_parallel.py)."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -80,49 +81,51 @@ def world_size(config: Config) -> int:
 
 
 def has_given_servers(config: Config) -> bool:
-    """Return whether the config names servers that run already, so that launch/ starts none."""
+    """Return whether the config names running servers: launch/ then starts none."""
     rollout = config.actor_rollout_ref.rollout
     return bool(rollout.server_urls or rollout.server_urls_file)
 
 
 def uses_servers(config: Config) -> bool:
-    """Return whether servers sample the batches: they are neither dumped nor synthetic ones, nor conversations."""
+    """Return whether servers sample the batches, which else are dumped, synthetic or
+    conversations."""
     return not (config.trainer.replay or config.trainer.synthetic_batch or config.sft.enable)
 
 
 def starts_servers(config: Config) -> bool:
     """Return whether launch/ starts servers for the run: it uses some, and none are given.
 
-    The answer holds for the config as the user gave it: the config that a Slurm job's processes read names the job's
-    own servers in a file.
+    The answer holds for the user's own config: the config of a Slurm job's processes names the
+    job's servers in a file.
     """
     return uses_servers(config) and not has_given_servers(config)
 
 
 def starts_reward_model(config: Config) -> bool:
-    """Return whether launch/ starts a server of the reward model: there is a model, and none is given. As
-    `starts_servers`, of the config as the user gave it."""
+    """Return whether launch/ starts a server of the reward model: there is a model, but no URL.
+    Like `starts_servers`, this holds for the user's own config."""
     return uses_servers(config) and bool(config.reward.model.path and not config.reward.model.url)
 
 
 def is_server_url(text: str) -> bool:
-    """Return whether a text is of the form http://host:port, without a user, a password or anything behind the port."""
+    """Return whether a text is of the form http://host:port: no user, no password, nothing behind
+    the port."""
     try:
         parts = urlsplit(text)
         is_plain = parts.path in ("", "/") and not (parts.query or parts.fragment) and "@" not in parts.netloc
         return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and is_plain
-    except ValueError:  # a port that is not a number, an unclosed bracket
+    except ValueError:  # a port in letters, an unclosed bracket
         return False
 
 
 def servers_per_node(config: Config) -> int:
-    """Return how many SGLang servers one node starts: all of them where there are no server nodes."""
+    """Return the number of SGLang servers on one node: all of them without server nodes."""
     server = config.actor_rollout_ref.rollout.server
     return server.num_servers // max(1, server.nnodes)
 
 
 def is_validation_step(config: Config, step: int) -> bool:
-    """Return whether the weights after this step are tried on the held-out files; 0 = those before the first."""
+    """Return whether the weights after this step are validated; 0 = those before the first step."""
     every = config.trainer.test_freq
     return step in (0, config.trainer.total_training_steps) or (every > 0 and step % every == 0)
 
@@ -139,7 +142,8 @@ def samples_per_rollout_step(config: Config) -> int:
 
 
 def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:
-    """Return the keys, by their last names, that keep the optimizer's state elsewhere, or shorter, than by default."""
+    """Return the keys, by their last names, of optimizer state moved or shortened against the
+    default."""
     values = {
         "optimizer_offload_fraction": megatron.optimizer_offload_fraction,
         "exp_avg_dtype": megatron.exp_avg_dtype,
@@ -148,15 +152,15 @@ def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:
     return {name: value for name, value in values.items() if value not in (0.0, "float32")}
 
 
-# Tokens of a rank's slice that Transformer Engine's FP8 products take at once: 16 bytes, or the block that has a scale.
+# Tokens of a rank's slice per FP8 product of Transformer Engine: 16 bytes, or a block with a scale.
 FP8_TOKENS = {"tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}
 
 
 def tokens_multiple(config: Config, sequence_multiple: int) -> int:
-    """Return the number of tokens to a multiple of which a micro-batch is padded: FP8 asks for some in each rank's
-    slice; with `tp_comm_overlap` it is as many as a micro-batch may have, so that each has that length.
+    """Return the number of tokens for padding: each micro-batch is padded to a multiple of it.
 
-    sequence_multiple: what sequence and context parallelism ask for.
+    FP8 needs a multiple in each rank's slice. With `tp_comm_overlap` the multiple is the largest
+    micro-batch: all have that length. sequence_multiple: for sequence and context parallelism.
     """
     actor = config.actor_rollout_ref.actor
     megatron = actor.megatron
@@ -167,15 +171,15 @@ def tokens_multiple(config: Config, sequence_multiple: int) -> int:
 
 
 def longest_sample(config: Config) -> int:
-    """Return how many tokens the longest sample has: prompt and response, or a conversation."""
+    """Return the tokens of the longest sample: prompt and response, or a conversation."""
     if config.sft.enable:
         return config.sft.max_length
     return config.data.max_prompt_length + config.data.max_response_length
 
 
 def longest_micro_batch_sample(config: Config) -> int:
-    """Return how many tokens the longest sample fills in a micro-batch, with the padding that sequence and context
-    parallelism, FP8 and `tp_comm_overlap` ask for."""
+    """Return the tokens of the longest sample in a micro-batch, with the padding for sequence and
+    context parallelism, FP8 and `tp_comm_overlap`."""
     megatron = config.actor_rollout_ref.actor.megatron
     slices = megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
     multiple = tokens_multiple(config, slices * segment_multiple(megatron.context_parallel_size))
@@ -183,12 +187,12 @@ def longest_micro_batch_sample(config: Config) -> int:
 
 
 def log_prob_chunk_size(config: Config, *, on_gpu: bool) -> int:
-    """Return how many rows of logits the log-prob head holds at once."""
+    """Return the rows of logits in the log-prob head at once."""
     return config.actor_rollout_ref.actor.log_prob_chunk_size or (4096 if on_gpu else 1024)
 
 
 def num_mini_batches(config: Config) -> int:
-    """Return the number of mini-batches that the samples of one rollout step are cut into."""
+    """Return the number of mini-batches in one rollout step."""
     return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
 
 
@@ -201,21 +205,22 @@ def advantage_estimator(config: Config) -> Estimator:
 
 
 def uses_critic(config: Config) -> bool:
-    """Return whether the advantages need values: only then a critic is built."""
+    """Return whether the advantages need values, and so a critic."""
     return advantage_estimator(config).needs_critic
 
 
 @dataclass(frozen=True)
 class CriticBatching:
-    """How the critic goes through a rollout step: groups per optimizer step, passes, tokens per micro-batch."""
+    """The critic's passes through a rollout step."""
 
-    ppo_mini_batch_size: int
+    ppo_mini_batch_size: int  # groups per optimizer step
     ppo_epochs: int
     max_tokens_per_microbatch: int
 
 
 def critic_batching(config: Config) -> CriticBatching:
-    """Return what the section `critic` says, and for each key that it leaves out, what the actor's section says."""
+    """Return the keys of the section `critic`; the actor's value stands in for each one left
+    out."""
     actor = config.actor_rollout_ref.actor
     critic = config.critic
     return CriticBatching(
@@ -226,12 +231,12 @@ def critic_batching(config: Config) -> CriticBatching:
 
 
 def critic_path(config: Config) -> str:
-    """Return the path of the checkpoint that the critic starts from."""
+    """Return the path of the critic's first checkpoint."""
     return config.critic.model.path or config.actor_rollout_ref.model.path
 
 
 def effective_clip(config: Config) -> tuple[float, float]:
-    """Return (low, high) of the policy loss, which clips the ratio to [1 - low, 1 + high]."""
+    """Return (low, high) of the policy loss, for a ratio clipped to [1 - low, 1 + high]."""
     actor = config.actor_rollout_ref.actor
     sides = (actor.clip_ratio_low, actor.clip_ratio_high) if actor.use_dapo else (None, None)
     low, high = (actor.clip_ratio if side is None else side for side in sides)
@@ -239,7 +244,7 @@ def effective_clip(config: Config) -> tuple[float, float]:
 
 
 def clip_keys(config: Config) -> tuple[str, str]:
-    """Return the names of the two keys that `effective_clip` takes (low, high) from."""
+    """Return the names of the two keys behind (low, high) of `effective_clip`."""
     actor = config.actor_rollout_ref.actor
     names = [
         name if actor.use_dapo and getattr(actor, name) is not None else "clip_ratio"
@@ -254,7 +259,7 @@ def uses_experience_replay(config: Config) -> bool:
 
 
 def replays_servers_experts(config: Config) -> bool:
-    """Return whether the servers tell which experts their routers chose, for the trainer's to take them."""
+    """Return whether the servers send their routers' choices of experts for router replay."""
     return config.actor_rollout_ref.actor.router_replay == "rollout"
 
 
@@ -264,8 +269,8 @@ def uses_kl_loss(config: Config) -> bool:
 
 
 def uses_kl_in_reward(config: Config) -> bool:
-    """Return whether the rewards have a KL penalty in them: they do where a coefficient is given, unless the penalty is
-    switched off."""
+    """Return whether the rewards have a KL penalty: with a coefficient, unless it is switched
+    off."""
     return config.algorithm.use_kl_in_reward is not False and config.algorithm.kl_ctrl.kl_coef != 0.0
 
 
@@ -274,22 +279,27 @@ def uses_full_kl_in_reward(config: Config) -> bool:
 
 
 def uses_full_kl(config: Config) -> bool:
-    """Return whether some KL is over the whole vocabulary: then the reference's hidden states are kept until the
-    update."""
+    """Return whether some KL is over the whole vocabulary: the reference's hidden states are then
+    kept until the update."""
     in_loss = uses_kl_loss(config) and config.actor_rollout_ref.actor.kl_loss_type == "full"
     return in_loss or uses_full_kl_in_reward(config)
 
 
 def max_mismatch(config: Config) -> float | None:
-    """Return how far the servers' log-probs may be from the trainer's in the mean; None = as far as may be, as those
-    of synthetic tokens are, which no model wrote."""
+    """Return the largest mean difference allowed between the servers' log-probs and the trainer's.
+
+    None: no limit. Synthetic tokens have none, for no model wrote them.
+    """
     return None if config.trainer.synthetic_batch else config.algorithm.rollout_correction.max_mismatch
 
 
 def needs_old_log_probs(config: Config) -> bool:
-    """Return whether the log-probs before the update are computed. With one optimizer step they are the current ones,
-    except for replayed tokens, and where whole responses are weighed or rejected, before their loss. With bypass_mode
-    the servers' stand for them. A critic learns first, and must not learn from samples that `max_mismatch` refuses."""
+    """Return whether the log-probs before the update are computed.
+
+    With one optimizer step the current ones serve, except for replayed tokens, and for whole
+    responses weighed or rejected before their loss. With bypass_mode the servers' stand in. A
+    critic learns first, and must not learn from samples refused by `max_mismatch`.
+    """
     correction = config.algorithm.rollout_correction
     refuses_first = uses_critic(config) and max_mismatch(config) is not None
     if config.sft.enable:
@@ -304,19 +314,20 @@ def needs_old_log_probs(config: Config) -> bool:
 
 
 def rejects_tokens(config: Config) -> bool:
-    """Return whether tokens or responses that the servers' log-probs are too far from are rejected."""
+    """Return whether tokens or responses too far from the servers' log-probs are rejected."""
     correction = config.algorithm.rollout_correction
     return correction.rollout_rs != "none" or correction.rollout_token_veto_threshold is not None
 
 
 def needs_reference(config: Config) -> bool:
-    """Return whether the reference model is built: only where some KL coefficient is non-zero, or where a loss of the
-    user's own is given a reference."""
+    """Return whether the reference model is built: only for a non-zero KL coefficient, or for a
+    user's own loss with a reference."""
     return uses_kl_loss(config) or uses_kl_in_reward(config) or has_reference_for_own_loss(config)
 
 
 def has_reference_for_own_loss(config: Config) -> bool:
-    """Return whether `actor.loss_function` gets log-probs of a reference model: it does where a path names one."""
+    """Return whether `actor.loss_function` gets log-probs of a reference model, by the path
+    of one."""
     references = config.actor_rollout_ref
     return references.actor.loss_function is not None and references.ref.path is not None
 
@@ -328,7 +339,7 @@ def uses_dynamic_sampling(config: Config) -> bool:
 
 
 def replaces_groups(config: Config) -> bool:
-    """Return whether groups without signal are dropped and others sampled in their place."""
+    """Return whether groups without signal are dropped, and others sampled in their place."""
     return uses_dynamic_sampling(config) and config.algorithm.dynamic_sampling.form == "resample"
 
 
@@ -341,8 +352,8 @@ def uses_overlong_shaping(config: Config) -> bool:
 
 
 def dapo_techniques(config: Config) -> dict[str, bool]:
-    """Return, by the name of each of the four techniques of DAPO (arXiv 2503.14476, section 3), whether it acts under
-    this config."""
+    """Return name -> whether it acts, for the four techniques of DAPO (arXiv 2503.14476, section
+    3)."""
     low, high = effective_clip(config)
     return {
         "clip_higher": high > low,

@@ -1,4 +1,4 @@
-"""Dotted names of sections, and of keys that several checks are about."""
+"""Dotted names of sections, and of keys in several checks."""
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

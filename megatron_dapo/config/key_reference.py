@@ -86,7 +86,7 @@ def _row(key: Key) -> str:
 
 
 def _rules(rules: FieldRules, shown: FieldRules, section: str) -> str:
-    """Return sentences for the rules that are not shown above already; keys of the section by their last name."""
+    """Return sentences for the rules not in `shown`; keys of the section by their last name."""
     acts_if = [_conditions(rule, section) for rule in rules.acts_if if rule not in shown.acts_if]
     sentences = [f"Acts only if {', and '.join(acts_if)}."] if acts_if else []
     if rules.may_change_on_resume and not shown.may_change_on_resume:

@@ -1,4 +1,4 @@
-"""Every key of the config tree by its dotted name: type in words, default, meaning, and the rules of its field."""
+"""Every key of the config tree by its dotted name: type in words, default, meaning, rules."""
 
 import reprlib
 import types
@@ -26,12 +26,9 @@ _BOUND_WORDS = {Gt: (">", "gt"), Ge: (">=", "ge"), Lt: ("<", "lt"), Le: ("<=", "
 
 @dataclass(frozen=True)
 class FieldRules:
-    """What the fields of a key and of its sections say of it.
+    """Rules of a key, from its field and the fields of its sections."""
 
-    acts_if: with dotted names of keys; all must hold.
-    """
-
-    acts_if: tuple[ActsIf, ...] = ()
+    acts_if: tuple[ActsIf, ...] = ()  # with dotted names of keys; all must hold
     may_change_on_resume: bool = False
 
     def and_of(self, field: FieldInfo, section: str) -> "FieldRules":
@@ -43,21 +40,18 @@ class FieldRules:
 
 @dataclass(frozen=True)
 class Key:
-    """A leaf of the tree.
-
-    allowed: which values it takes, in words. doc: what it means. rules: those of its sections, too.
-    """
+    """A leaf of the tree."""
 
     name: str
     annotation: Any
-    allowed: str
+    allowed: str  # its values, in words
     default: Any
-    doc: str
-    rules: FieldRules = FieldRules()
+    doc: str  # its meaning
+    rules: FieldRules = FieldRules()  # with its sections' rules
 
     @property
     def is_text(self) -> bool:
-        """Return whether any unquoted override text is a value as it stands."""
+        """Return whether any unquoted override is a value of the key as it stands."""
         return self.annotation is str or set(get_args(self.annotation)) == {str, type(None)}
 
     @property
@@ -66,7 +60,8 @@ class Key:
 
     @property
     def is_mapping(self) -> bool:
-        """Return whether the key holds free names of its own, such as the keyword arguments of a reward function."""
+        """Return whether the key holds free names, such as the keyword arguments of a reward
+        function."""
         return get_origin(self.annotation) is dict
 
 
@@ -77,7 +72,7 @@ def known_keys() -> dict[str, Key]:
 
 
 def without_keys(config: Config, names: Iterable[str]) -> Config:
-    """Return a copy of a config of which reading one of these keys raises Refused."""
+    """Return a copy of a config without these keys: reading one raises Refused."""
     for name in names:
         config = _without_key(config, name.split("."))
     return config
@@ -93,26 +88,26 @@ def _without_key(section: Any, names: Sequence[str]) -> Any:
 
 
 def keys_below(name: str) -> tuple[str, ...]:
-    """Return the keys of a section and of those in it, or the key itself; "" = all of the tree."""
+    """Return the keys of a section and its sections, or the key itself; "" = all of the tree."""
     return tuple(key for key in known_keys() if name in ("", key) or key.startswith(f"{name}."))
 
 
 @cache
 def known_sections() -> dict[str, type[Section]]:
-    """Return the section classes by their dotted names, in the order of the schema; the name of the whole tree is
-    ""."""
+    """Return the section classes by their dotted names, in the order of the schema. The whole tree
+    is ""."""
     return {name: section for name, section, _ in _sections(Config, "", FieldRules())}
 
 
 @cache
 def section_rules() -> dict[str, FieldRules]:
-    """Return, by the dotted name of each section, the rules of all its keys."""
+    """Return the rules of all keys in each section, by its dotted name."""
     return {name: rules for name, _, rules in _sections(Config, "", FieldRules())}
 
 
 def may_change_on_resume(name: str) -> bool:
-    """Return whether a key may differ from the run that wrote a checkpoint. It may be one that this program no longer
-    has: then its section says so."""
+    """Return whether a key may differ from the checkpoint's run. For a key unknown to this program
+    its section decides."""
     if key := known_keys().get(name):
         return key.rules.may_change_on_resume
     section = name
@@ -142,20 +137,21 @@ def _with_key(section: Any, names: Sequence[str], value: object) -> Any:
 
 
 def show(value: Any) -> str:
-    """Return a value as a user would write it, a text in quotes, cut where it is long."""
+    """Return a value in a user's spelling, a text in quotes, cut at a length."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return _SHORT.repr(value)
 
 
 def show_text(value: Any) -> str:
-    """Return a value as a user would write it, a text without quotes."""
+    """Return a value in a user's spelling, a text without quotes."""
     return value if isinstance(value, str) else show(value)
 
 
 def was_left_off(section: Section, switch: str = "enable") -> bool:
-    """Return whether nobody touched a section's switch: its other keys then tell of a forgotten `enable: true`. Of a
-    part that was switched off by hand the other keys may stay, so that a recipe can be run without it."""
+    """Return whether nobody touched a section's switch: its other keys then hint at a forgotten
+    `enable: true`. With the switch off on purpose they may stay, for runs of a recipe without
+    it."""
     return not getattr(section, switch) and switch not in section.model_fields_set
 
 
@@ -187,7 +183,7 @@ def _leaves(section: type[Section], prefix: str, rules: FieldRules) -> Iterator[
 
 
 def _with_dotted_names(rule: ActsIf, section: str) -> ActsIf:
-    """Return the rule of a field of a section, with whole names of the keys that it is about."""
+    """Return the rule of a section's field, with whole names of keys."""
     conditions = (
         condition if "." in condition.key else condition.of_key(f"{section}.{condition.key}")
         for condition in rule.conditions
@@ -200,7 +196,8 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
 
 
 def _in_words(annotation: Any, metadata: Sequence[Any] = (), plural: bool = False) -> str:
-    """Return the words for a type and its bounds: `PositiveInt | None` becomes "a whole number > 0, or null"."""
+    """Return the words for a type and its bounds: `PositiveInt | None` becomes "a whole number > 0,
+    or null"."""
     origin = get_origin(annotation)
     args = get_args(annotation)
     if origin is Annotated:

@@ -1,7 +1,7 @@
 """YAML file + `key=value` overrides -> Config. All mistakes are collected and reported together.
 
-A file may say `extends: base.yaml`, a path relative to itself. Its keys then win over those of that file, which may not
-extend another: a reader opens two files at most.
+A file may say `extends: base.yaml`, a path relative to itself. Its own keys win over that file's.
+The base may extend no other file: a reader opens two files at most.
 """
 
 import difflib
@@ -31,13 +31,13 @@ EXTENDS = "extends"
 _OVERRIDE = "override"
 NEAREST_CUTOFF = 0.6
 MAX_BYTES = 10**6
-MAX_UNKNOWN = 20  # the nearest known key is looked for so often: each takes some milliseconds
-SAME_LAST_COMPONENT = 0.9  # as near as two words of ten letters that differ in one
+MAX_UNKNOWN = 20  # searches for the nearest known key: each takes some milliseconds
+SAME_LAST_COMPONENT = 0.9  # the likeness of two words of ten letters with one difference
 
 
 @dataclass(frozen=True)
 class _Collected:
-    """What was found so far: settings of known keys, mistakes, and the names of unknown keys."""
+    """Settings of known keys, mistakes, and names of unknown keys, collected so far."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
@@ -46,34 +46,37 @@ class _Collected:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a file and its overrides hold."""
+    """A file and its overrides as read."""
 
     config: Config
-    """What is sound; other keys have their defaults."""
+    """The sound part; other keys have their defaults."""
     in_doubt: frozenset[str]
-    """Keys without a known value: it was refused or unreadable, or an unknown name was probably meant for them."""
+    """Keys without a known value: it was refused or unreadable, or an unknown name was probably
+    meant for them."""
     overridden: frozenset[str]
-    """Keys whose value is an override's."""
+    """Keys with a value from an override."""
     spellings: dict[str, str]
-    """The user's names of keys, where they are not the schema's."""
+    """The user's names of keys, if other than the schema's."""
     mistakes: tuple[Mistake, ...]
 
     @property
     def known(self) -> Config:
-        """Return the config without the keys in doubt: who reads one gets Refused."""
+        """Return the config without the keys in doubt: reading one raises Refused."""
         return without_keys(self.config, self.in_doubt)
 
     def with_mistakes(self, others: Iterable[str]) -> list[str]:
-        """Return the mistakes of the reading and others, which then have the user's names of keys."""
+        """Return the mistakes of the reading, and others with the user's names of keys."""
         own = [mistake.text for mistake in self.mistakes]
         return own + [in_spellings(other, self.spellings) for other in others]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file (none = all defaults) with `dotted.key=value` overrides on top; later ones win.
+    """Return the config of a YAML file (None: all defaults) with `dotted.key=value` overrides on
+    top.
 
-    An override's value is read as YAML; a key that takes text takes it as it stands. Raises UserError with one sentence
-    per unknown key, wrong type, value out of range, duplicate key or unreadable file. Keys together: see `validate`.
+    The last override wins. Its value is read as YAML, or for a key of text taken as it stands.
+    Raises UserError with one sentence per unknown key, wrong type, value out of range, duplicate
+    key or unreadable file. Keys together: see `validate`.
     """
     reading = read_config(path, overrides)
     if reading.mistakes:
@@ -82,7 +85,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Reading:
-    """Read as `load_config` does, but return the mistakes with what is sound, so that further checks can go on."""
+    """Read like `load_config`, but return the mistakes with the sound part: further checks can go
+    on."""
     collected = _Collected()
     if path is not None:
         _collect_file(Path(path), collected)
@@ -107,10 +111,11 @@ def to_yaml(config: Config) -> str:
 
 
 def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most like an unknown dotted name; none if nothing is alike.
+    """Return the candidate most like an unknown dotted name; None if nothing is alike.
 
-    Compared as a whole, by as many last components as the unknown name has (`actor.clip_high` against
-    `actor.clip_ratio_high`), and by an equal last component (the right key in the wrong section).
+    The comparison is of whole names; of ends with the unknown name's number of components
+    (`actor.clip_high` against `actor.clip_ratio_high`); and of last components, which catches the
+    right key in the wrong section.
     """
     num_components = unknown.count(".") + 1
 
@@ -119,18 +124,18 @@ def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
         whole = difflib.SequenceMatcher(None, unknown, candidate).ratio()
         part = difflib.SequenceMatcher(None, unknown, suffix).ratio()
         same_last = unknown.rpartition(".")[2] == candidate.rpartition(".")[2]
-        # of several that end so, the first of the schema: the actor's before the critic's
+        # of several with this end, the schema's first: the actor's before the critic's
         return max(whole, part, SAME_LAST_COMPONENT * same_last), 1.0 if part == 1.0 else whole
 
     best = max(candidates, key=alike)
     return best if alike(best)[0] >= NEAREST_CUTOFF else None
 
 
-# ---------------------------------------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------------------- reading
 
 
 def _collect_file(path: Path, collected: _Collected) -> None:
-    """Collect the settings of a file, on top of those of the file that it extends."""
+    """Collect the settings of a file, on top of its base's."""
     tree = _read_file(path, f"Config file {path}", collected.mistakes)
     if EXTENDS in tree:
         _collect_base(path, tree.pop(EXTENDS), collected)
@@ -138,7 +143,7 @@ def _collect_file(path: Path, collected: _Collected) -> None:
 
 
 def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
-    """Collect the settings of the file that `path` extends by this value."""
+    """Collect the settings of a file's base, named by this value."""
     subject = f"{EXTENDS} is {show_text(value)} ({path}), but"
     if not isinstance(value, str):
         text = f"{subject} must be the path of a YAML file, relative to this one."
@@ -154,7 +159,7 @@ def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
 
 
 def _read_file(path: Path, subject: str, mistakes: list[Mistake]) -> dict[str, Any]:
-    """Return the tree of a file; {} and a mistake that begins with `subject` where it holds none."""
+    """Return the tree of a file; {} and a mistake beginning with `subject` if it has none."""
     try:
         tree, duplicates = parse_yaml(_text_of(path))
         if not isinstance(tree, dict | None):
@@ -210,13 +215,13 @@ def _apply_override(override: str, collected: _Collected) -> None:
 
 
 def _meant(name: str) -> tuple[str, ...]:
-    """Return the key, or the keys of the section, that a name stands for; none if it stands for neither."""
+    """Return the name's key, or the keys of its section; none for another name."""
     known = respelled(name)
     return SWITCHES.get(known) or (keys_below(known) if known else ())
 
 
 def _mapping_key_above(name: str) -> Key | None:
-    """Return the key of free names that a name such as reward.kwargs.tolerance goes into."""
+    """Return the key of free names above a name such as reward.kwargs.tolerance."""
     return next((key for key in known_keys().values() if key.is_mapping and name.startswith(f"{key.name}.")), None)
 
 
@@ -226,10 +231,11 @@ def _mapping_so_far(key: Key, settings: dict[str, Setting]) -> dict[str, Any]:
 
 
 def _collect(tree: dict, prefix: str, where: str, collected: _Collected) -> None:
-    """Walk a tree along the schema: known keys into the settings, of unknown ones the first into the mistakes.
+    """Walk a tree along the schema: known keys into the settings, the first unknown ones into the
+    mistakes.
 
-    prefix: as it was written. A key that stands twice in one file is a mistake (`a: {b: 1}` and `a.b: 1`, or the same
-    key in two spellings).
+    prefix: in the user's spelling. The same key twice in one file is a mistake (`a: {b: 1}` and
+    `a.b: 1`, or two spellings).
     """
     for child, value in tree.items():
         name = f"{prefix}.{child}".lstrip(".")
@@ -251,7 +257,7 @@ def _collect(tree: dict, prefix: str, where: str, collected: _Collected) -> None
 
 
 def _no_mapping(name: str, value: Any, where: str) -> Mistake:
-    """Return the mistake of a section that has a value."""
+    """Return the mistake of a section given a plain value."""
     section = respelled(name)
     if section in known_sections():
         inside: Iterable[str] = known_sections()[section].model_fields
@@ -278,11 +284,12 @@ def _unknown(name: str, value: Any, where: str) -> Mistake:
     return Mistake(_meant(near) if near else (), f"Unknown key {name} = {show(value)} ({where}); {cure}.")
 
 
-# ---------------------------------------------------------------------------------------------------- building
+# ---------------------------------------------------------------------------------- building
 
 
 def _build(settings: dict[str, Setting], mistakes: list[Mistake]) -> tuple[Config, set[str]]:
-    """Return the typed config, and the keys whose value is in it: those of a wrong type or range go into `mistakes`."""
+    """Return the typed config, and its sound keys; those of a wrong type or range go into
+    `mistakes`."""
     try:
         return Config.model_validate(_tree(settings)), set(settings)
     except ValidationError as error:
@@ -308,6 +315,6 @@ def _tree(settings: dict[str, Setting]) -> dict[str, Any]:
 
 
 def _key_at(location: tuple[str | int, ...]) -> str:
-    """Return the key that a location inside its value belongs to."""
+    """Return the key of a location inside its value."""
     parts = [str(part) for part in location]
     return next(name for i in range(1, len(parts) + 1) if (name := ".".join(parts[:i])) in known_keys())

@@ -1,13 +1,13 @@
-"""What is wrong with a file or an override: a sentence for the user, and what is not known for it."""
+"""Mistakes in a file or an override: a sentence for the user, and the keys in doubt."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake of the user in what was given, which is found when it is read."""
+    """One mistake of the user, found on reading."""
 
     keys: tuple[str, ...]
-    """Dotted names of the keys that may have another value than the config has."""
+    """Dotted names of keys with a possibly different value in the config."""
     text: str
-    """One sentence that names the key, its value and the cure."""
+    """One sentence with the key, its value and the cure."""

@@ -1,4 +1,4 @@
-"""The thresholds of `algorithm.rollout_correction`, which are a number or a text lower_upper, as verl has them."""
+"""Thresholds of `algorithm.rollout_correction`: a number, or a text lower_upper as in verl."""
 
 import math
 from itertools import pairwise
@@ -13,8 +13,10 @@ class Bounds(NamedTuple):
 
 
 def ratio_bounds(threshold: float | str) -> Bounds:
-    """Return the bounds that a threshold means: a number, quoted or not, has no lower one. Raises ValueError for
-    another text than a number above 0, or lower_upper with 0 < lower < upper."""
+    """Return the bounds of a threshold. A number, quoted or not, has no lower one.
+
+    Raises ValueError for a text other than a number above 0, or lower_upper with 0 < lower < upper.
+    """
     if isinstance(threshold, float):
         return Bounds(None, threshold)
     numbers = [float(part) for part in threshold.split("_")]
@@ -24,8 +26,10 @@ def ratio_bounds(threshold: float | str) -> Bounds:
 
 
 def rejection_bounds(section: RolloutCorrectionConfig) -> Bounds:
-    """Return what `rollout_rs` keeps. Of a ratio's number x the lower bound is 1/x. Raises ValueError where the
-    threshold does not fit the mode."""
+    """Return the bounds kept by `rollout_rs`. For a ratio with one number x the lower bound is 1/x.
+
+    Raises ValueError for a threshold unfit for the mode.
+    """
     threshold = section.rollout_rs_threshold
     if section.rollout_rs == "none":
         return Bounds(None, math.inf)

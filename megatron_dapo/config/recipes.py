@@ -9,8 +9,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "configs"
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options --config FILE and --config-name NAME, which exclude each other. Either way `arguments.config` is
-    a path, or None where neither is given."""
+    """Add the options --config FILE and --config-name NAME, at most one of them. `arguments.config`
+    is then a path, or None without either."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--config", metavar="FILE", help="YAML file; without it every key has its default")
     either.add_argument(
@@ -19,7 +19,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe(name: str) -> str:
-    """Return the path of configs/NAME.yaml. Raises ArgumentTypeError, which names the recipes that there are."""
+    """Return the path of configs/NAME.yaml. Raises ArgumentTypeError with the known recipes."""
     known = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.rglob("*.yaml"))
     if name in known:
         return str(RECIPES / f"{name}.yaml")

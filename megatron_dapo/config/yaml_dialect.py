@@ -1,7 +1,8 @@
-"""YAML as people mean it: `1e-6` is a number, `on` and `off` are words, a key stands once. Reading and writing.
+"""YAML as people mean it: `1e-6` is a number, `on` and `off` are words, a key stands once.
 
-pyyaml follows YAML 1.1, where 1e-6 is text, `on` is true, 1:30 is 90 and 010 is 8. This dialect is YAML 1.2's core
-schema without tags and aliases. What `dump_yaml` writes means the same to both.
+pyyaml follows YAML 1.1: 1e-6 is text, `on` is true, 1:30 is 90 and 010 is 8. This dialect, for
+reading and writing, is YAML 1.2's core schema without tags and aliases. The output of `dump_yaml`
+means the same in both.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-_PLAIN = (  # pattern, how a scalar without quotes that fits it is read; others are text
+_PLAIN = (  # pattern, reader of a matching scalar without quotes; others are text
     (re.compile(r"|~|null|Null|NULL"), lambda text: None),
     (re.compile(r"true|True|TRUE"), lambda text: True),
     (re.compile(r"false|False|FALSE"), lambda text: False),
@@ -24,14 +25,15 @@ _UNTAGGED = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map")}
 
 
 class YamlMistake(ValueError):
-    """The text is not one document of this dialect; the message is one line that says where and why."""
+    """The text is not one document of this dialect. The message is one line with the place and
+    reason."""
 
 
 def parse_yaml(text: str) -> tuple[Any, list[str]]:
-    """Return the value of one document, and a phrase for each key that stands twice.
+    """Return the value of one document, and a phrase for each duplicate key.
 
-    The value is a plain dict, list, str, int, float, bool or None. Mapping keys become text. Where a key stands twice,
-    its first value is kept. Raises YamlMistake.
+    The value is a plain dict, list, str, int, float, bool or None. Mapping keys become text. The
+    first value of a duplicate key wins. Raises YamlMistake.
     """
     duplicates: list[str] = []
     try:
@@ -48,7 +50,7 @@ def dump_yaml(tree: dict) -> str:
 
 
 class _BoundedLoader(yaml.BaseLoader):
-    """Stops reading at the first value that no config needs: pyyaml takes a minute for 200 000 keys."""
+    """Loader with limits on number and depth of values: pyyaml takes a minute for 200 000 keys."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -107,10 +109,11 @@ def _scalar(node: ScalarNode) -> Any:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that either YAML 1.1 or this dialect would read as something else."""
+    """Dumper with quotes around texts with another meaning in YAML 1.1 or in this dialect."""
 
     def represent_text(self, text: str) -> ScalarNode:
-        style = None if text.isprintable() else '"'  # without quotes pyyaml loses line ends such as U+0085
+        # without quotes pyyaml loses line ends such as U+0085
+        style = None if text.isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

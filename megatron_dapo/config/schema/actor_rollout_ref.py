@@ -1,4 +1,4 @@
-"""Section `actor_rollout_ref`: the model, how it is trained, how it is sampled from."""
+"""Section `actor_rollout_ref`: the model, its training, its sampling."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -58,7 +58,8 @@ class OptimConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 = never."""
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)  # YAML has lists, not tuples
+    # YAML has lists, not tuples
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.999)
     """Adam's decay rates."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""

@@ -1,7 +1,7 @@
-"""The config tree: every key, its type, its default and what it means. These files are the reference manual.
+"""The config tree: every key, its type, default and meaning. These files are the reference manual.
 
-A field's docstring is printed by `python -m megatron_dapo config-reference`. Types and ranges of single keys live here;
-checks of several keys together live in `checks/config_checks.py`.
+`python -m megatron_dapo config-reference` prints a field's docstring. Types and ranges of single
+keys live here; checks of several keys together live in `checks/config_checks.py`.
 """
 
 from typing import Annotated

@@ -1,5 +1,5 @@
-"""Section `critic`: the model of the values that `algorithm.adv_estimator: gae` needs. Parallel sizes and dtype are the
-actor's."""
+"""Section `critic`: the model of the values for `algorithm.adv_estimator: gae`. Parallel sizes and
+dtype are the actor's."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Section `exp_manager`: what is kept of earlier rollout steps, to be trained on again."""
+"""Section `exp_manager`: trajectories of earlier rollout steps for experience replay."""
 
 from megatron_dapo.config.schema.base import Fraction, PositiveInt, Section
 from megatron_dapo.config.schema.rules import WhileEnabled

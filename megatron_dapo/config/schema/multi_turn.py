@@ -1,4 +1,4 @@
-"""Section `actor_rollout_ref.rollout.multi_turn`: responses of several turns with an environment."""
+"""Section `actor_rollout_ref.rollout.multi_turn`: responses of several turns in an environment."""
 
 from megatron_dapo.config.schema.base import Megabytes, NumProcesses, PositiveInt, Seconds, Section
 from megatron_dapo.config.schema.rules import MayChangeOnResume, WhileEnabled

@@ -1,7 +1,8 @@
-"""What a key's field says besides its type: under which other keys it acts, and whether it may change on resume.
+"""Rules on a key's field besides its type: the keys it depends on, and changes on resume.
 
-Both are metadata of `typing.Annotated`, on the field of a key or on the field of a whole section. `config/keys.py`
-collects them, `checks/unused_keys.py` and `checkpointing/config_changes.py` act on them, docs/config.md shows them.
+Both are metadata of `typing.Annotated`, on the field of a key or of a whole section.
+`config/keys.py` collects them, `checks/unused_keys.py` and `checkpointing/config_changes.py` act on
+them, docs/config.md shows them.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 @dataclass(frozen=True, init=False)
 class Is:
-    """Holds where a key has one of these values."""
+    """Condition: a key has one of these values."""
 
     key: str
     values: tuple[Any, ...]
@@ -28,7 +29,7 @@ class Is:
 
 @dataclass(frozen=True)
 class IsNot:
-    """Holds where a key has another value than this one."""
+    """Condition: a key has a value other than this one."""
 
     key: str
     value: Any
@@ -42,10 +43,10 @@ class IsNot:
 
 @dataclass(frozen=True)
 class IsOn:
-    """Holds where a switch is true.
+    """Condition: a switch is true.
 
-    A switch that was set to false by hand is no reason to complain of the keys that hang on it: so a recipe can be run
-    without a technique. One that nobody touched was probably forgotten.
+    For a switch set to false on purpose, its section's keys are no mistake: a recipe can run
+    without a technique. An untouched switch was probably forgotten.
     """
 
     key: str
@@ -62,22 +63,23 @@ Condition = Is | IsNot | IsOn
 
 @dataclass(frozen=True, init=False)
 class ActsIf:
-    """The key is read only where one of the conditions holds. Of several `ActsIf` of a field all must hold.
+    """Rule: the key is read only if one of the conditions holds.
 
-    conditions: on keys of the same section by their last name, on others by their dotted name.
+    Of a field's several `ActsIf` all must hold.
     """
 
     conditions: tuple[Condition, ...]
+    """On keys of the same section by their last name, on others by their dotted name."""
 
     def __init__(self, *conditions: Condition) -> None:
         object.__setattr__(self, "conditions", conditions)
 
 
 class OnResume:
-    """Marks a key, or all keys of a section, whose value may differ from the run that wrote a checkpoint.
+    """Mark on a key or section: its value may differ from the checkpoint's run.
 
-    It changes where and how fast the run computes, what it writes and when it stops, but not what is learned: layout
-    and memory (results do not depend on how a batch is cut), servers, time-outs, evaluation.
+    Such keys change the place, speed, output and end of a run, but nothing it learns: layout and
+    memory (results do not depend on the cut of a batch), servers, time-outs, evaluation.
     """
 
 

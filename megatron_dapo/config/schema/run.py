@@ -1,4 +1,4 @@
-"""Sections `data`, `reward`, `weight_sync` and `trainer`: what a run reads, and how it goes."""
+"""Sections `data`, `reward`, `weight_sync` and `trainer`: a run's inputs and its course."""
 
 from typing import Annotated, Literal
 
@@ -94,7 +94,7 @@ Reference answer: {ground_truth}
 Response: {response}"""
 
 JUDGE_VALUES = ("question", "ground_truth", "response")
-"""What has its place in a judge's prompt, in braces."""
+"""Words of a judge's prompt in braces, each replaced by its value."""
 _JUDGED = ActsIf(IsNot("url", None))
 
 
