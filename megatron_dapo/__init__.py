@@ -1,1 +1,1 @@
-"""DAPO training for language models: Megatron-core actor, SGLang rollout, one program from laptop to cluster."""
+"""DAPO training of language models: Megatron-core actor, SGLang rollout, from laptop to cluster."""

@@ -28,16 +28,21 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.first_look import first_look
 from megatron_dapo.storage.run_folder import RunFolder
 
-# launchers end all ranks when the first one fails: that should be the one that says why
+# launchers end all ranks at the first failure, and rank 0 should fail first: it prints the reason
 _FOR_RANK_0_S = 5.0
-# of a process that has failed, to end
+# for a failed process to end
 _END_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0, 2 for mistakes of the user, printed to stderr, 1 where the rollout
-    failed for good, 15 where it wrote what the trainer's model would not, or 85 for a run that was asked to stop and is
-    saved."""
+    """Run one command and return the exit code.
+
+    - 0: done.
+    - 1: the rollout failed for good.
+    - 2: mistakes of the user, printed to stderr.
+    - 15: the servers' log-probs disagree with the trainer's model.
+    - 85: the run was asked to stop, and is saved.
+    """
     parser = _parser()
     arguments, overrides = parser.parse_known_args(argv)
     if stray := [text for text in overrides if text.startswith("-") or not arguments.takes_overrides]:
@@ -116,7 +121,7 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     open_standard_streams()
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed leaves its ranks behind
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a killed torchrun leaves its ranks behind
         end_with_parent(os.getppid())
     rank = int(os.environ.get("RANK", "0"))
     if not arguments.dry_run:
@@ -130,7 +135,7 @@ def _train(arguments: argparse.Namespace) -> int:
             return 0
         config = _checked_config(arguments.config, overrides, num_processes)
         ends.begin(ends.rank_name(rank), ends.EndFolder(RunFolder.of(config.trainer).ends, start=""))
-    except UserError as error:  # the same on every rank: one of them says it
+    except UserError as error:  # the same on every rank: one prints it
         if not arguments.dry_run:
             ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         if rank == 0:
@@ -140,17 +145,17 @@ def _train(arguments: argparse.Namespace) -> int:
         return USER_ERROR_EXIT_CODE
 
     set_rank_defaults(os.environ)
-    with large_imports():  # here, because a dry run must not wait for torch
+    with large_imports():  # here: a dry run must not wait for torch
         from megatron_dapo.common.rollout_errors import RolloutError
         from megatron_dapo.sft import fine_tune
         from megatron_dapo.trainer import train
 
     try:
         is_done = fine_tune(config) if config.sft.enable else train(config)
-    except RolloutError as error:  # the same on every rank, and what was done is saved
+    except RolloutError as error:  # the same on every rank, and all work is saved
         ends.record_end(error.end_kind, error.exit_code, f"The rollout failed: {error}")
         if rank == 0:
-            if error.failures:  # an error that nobody foresaw
+            if error.failures:  # an unforeseen error
                 traceback.print_exc()
             print(f"The rollout failed: {error}", file=sys.stderr, flush=True)
         else:
@@ -158,7 +163,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return error.exit_code
     except UserError as error:
         ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
-        if not isinstance(error, SharedUserError):  # may concern this rank alone
+        if not isinstance(error, SharedUserError):  # may concern only this rank
             print(f"Rank {rank}: {error.report()}", file=sys.stderr)
         elif rank == 0:
             print(error.report(), file=sys.stderr, flush=True)
@@ -212,10 +217,10 @@ def _config_reference(arguments: argparse.Namespace) -> int:
 
 
 def run_and_end() -> None:
-    """Run `main` and end this process, whatever the cause of a failure.
+    """Run `main` and end this process after any failure.
 
-    A thread that waits for storage which hangs, or a library, may hold up the end of the interpreter for ever, and with
-    it the other ranks and the launcher.
+    A library, or a thread in a hung storage call, may hold up the interpreter's end for ever. The
+    other ranks and the launcher would wait with it.
     """
     end = ends.end_of_code(FAILED_EXIT_CODE)
     try:
@@ -226,7 +231,8 @@ def run_and_end() -> None:
         raise
     finally:
         if not end.kind.is_good and sys.stderr is not None:
-            faulthandler.dump_traceback_later(_END_S, exit=True)  # on standard error, and then exit code 1
+            # on standard error, and then exit code 1
+            faulthandler.dump_traceback_later(_END_S, exit=True)
         ends.write_own_end(end)
     sys.exit(code)
 

@@ -1,5 +1,5 @@
-"""What a run would refuse a minute after its start, found in seconds before it: damaged prompts, a config that does not
-go on from the checkpoint, a loss of the user's own that returns something else."""
+"""First look at a run: its refusals after a minute come in seconds. Damaged prompts, a config unfit
+for the checkpoint, a user's own loss with another return value."""
 
 import json
 import subprocess
@@ -23,10 +23,10 @@ _TRIAL_S = 300.0
 
 
 def first_look(config: Config) -> None:
-    """Look at the first rows of the data, at the newest checkpoint and at the answer of a loss of the user's own.
+    """Look at the first rows of the data, the newest checkpoint and a user's own loss.
 
-    The config is checked. Raises UserError with the sentences that the run itself would end with. What only the whole
-    data, or a whole step, would tell is left to the run.
+    The config is already checked. Raises UserError with the sentences of the run itself. Faults
+    visible only in the whole data, or in a whole step, are left to the run.
     """
     sentences: list[str] = []
     for look in (_start, _data, _loss):
@@ -57,7 +57,8 @@ def _data(config: Config) -> None:
 
 
 def _prompts(config: Config, tokenizer: Tokenizer) -> None:
-    from megatron_dapo.rollout.build_rollout import load_dataset, load_train_prompts  # imports what talks to servers
+    # imports the clients of servers
+    from megatron_dapo.rollout.build_rollout import load_dataset, load_train_prompts
 
     datasets: list[PromptDataset] = [load_train_prompts(config, tokenizer, NUM_ROWS)]
     if config.data.val_files:
@@ -70,17 +71,19 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _loss(config: Config) -> None:
-    """Try a loss of the user's own in a process of its own: here it could take a GPU's memory, or leave threads."""
+    """Try a loss of the user's own in another process: here it could take a GPU's memory, or leave
+    threads."""
     actor = config.actor_rollout_ref.actor
     if actor.loss_function is None:
         return
     options = [*_if(has_reference_for_own_loss(config), "--reference"), *_if(actor.calculate_entropy, "--entropy")]
     with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "sentences.json"  # not its output: the function may print, at its end too
+        # not its output: the function may print, at its end too
+        answer = Path(folder) / "sentences.json"
         command = [sys.executable, "-m", "megatron_dapo.checks.loss_trial", actor.loss_function, str(answer), *options]
         try:
             trial = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
-        except subprocess.TimeoutExpired:  # it may wait for what only a run has
+        except subprocess.TimeoutExpired:  # it may wait for a run's process groups
             return
         if trial.returncode == 0 and (sentences := json.loads(answer.read_text(encoding="utf-8"))):
             raise UserError(sentences)

@@ -1,4 +1,4 @@
-"""This rank's parts of a run, and what the loop in trainer.py asks of them."""
+"""This rank's parts of a run, for the loop in trainer.py."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,7 +52,7 @@ from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
 
-# beyond the rollout's own deadline, so that its error, which says what is missing, comes first
+# beyond the rollout's own deadline, so that its error with the missing parts comes first
 _GRACE_S = 120.0
 _COMPUTING = ("distribute", "ref_log_probs", "old_log_probs", "values", "advantages", "update_critic", "update")
 # for one question to the rollout: servers may be lost and come back often, but not for ever
@@ -86,8 +86,8 @@ class Job:
         self.weights = self._weight_sync() if uses_servers(config) else NoServers()
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
-        self._updated_step = 0  # the last one whose update was begun
-        self._validated_step: int | None = None  # whose weights are answering the held-out prompts
+        self._updated_step = 0  # the last one with an update begun
+        self._validated_step: int | None = None  # under validation
         self._max_mismatch = max_mismatch(config)
         self._token_dumps = TokenDumps(config, layout, run)
         self._groups: list[Group] | None = None  # of the step, on rank 0
@@ -111,7 +111,8 @@ class Job:
         )
 
     def wait_for_rollout(self) -> None:
-        """Wait until prompts are read and every server is healthy. Servers start while the models are built."""
+        """Wait until prompts are read and every server is healthy. Servers start while the models
+        are built."""
         with self.telemetry.phase("start"):
             self._ask_rollout(0, lambda rollout: rollout.wait_ready())
 
@@ -124,7 +125,7 @@ class Job:
         return (list(batch.groups), batch.metrics) if batch else (None, {})
 
     def distribute(self, step: int, groups: list[Group] | None) -> StepShard:
-        """Return this rank's shard of the step. The groups, on rank 0, are without routed experts from then on."""
+        """Return this rank's shard of the step. On rank 0 the groups lose their routed experts."""
         self._poll_save()
         self._groups = groups
         with self.telemetry.phase("distribute"):
@@ -134,8 +135,9 @@ class Job:
         return shard
 
     def score(self, step: int, shard: StepShard) -> tuple[StepShard, dict[str, float]]:
-        """Return the shard with the log-probs and advantages that its loss needs, and metrics of them."""
-        shard = self.reference.score(shard)  # first: the policy may have to compare itself with its hidden states
+        """Return the shard with its loss's log-probs and advantages, and metrics of them."""
+        # first: the policy may have to compare itself with the reference's hidden states
+        shard = self.reference.score(shard)
         with self.telemetry.phase("old_log_probs"):
             shard = shard.with_mini_batches(self.policy.score(shard.mini_batches))
             if self._max_mismatch is not None and needs_old_log_probs(self.config):
@@ -148,30 +150,35 @@ class Job:
         return shard, metrics
 
     def update_critic(self, shard: StepShard) -> dict[str, float]:
-        """Take the critic's optimizer steps, where there is a critic; return its metrics."""
+        """Take the critic's optimizer steps, if there is a critic; return its metrics."""
         return self.critic.update(shard)
 
     def update_policy(self, step: int, shard: StepShard) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return metrics.
 
-        Nothing while the critic warms up: then the servers get the same weights again, under a new version.
+        Do nothing while the critic warms up: the servers then get the same weights under a new
+        version.
         """
         self._poll_save()
         self._updated_step = step
         if step <= self.config.trainer.critic_warmup:
             return {}
         with self.telemetry.phase("update"):
-            is_checked = self._max_mismatch is None or needs_old_log_probs(self.config)  # in the latter case by `score`
+            # with old log-probs `score` has checked already
+            is_checked = self._max_mismatch is None or needs_old_log_probs(self.config)
             check = None if is_checked else partial(self._refuse_foreign, step, shard)
             metrics = self.policy.update(shard.mini_batches, weight_version=step - 1, check=check)
         self._num_optimizer_steps = _optimizer_steps(metrics)
         return metrics
 
     def _refuse_foreign(self, step: int, shard: StepShard, mean: float) -> None:
-        """Raise ForeignSamples on all ranks where the step's servers and the trainer differ by more than is allowed;
-        the step before is saved then, with the rollout as it was before this one. mean: the same on all ranks."""
+        """Raise ForeignSamples on all ranks if servers and trainer differ by more than the limit.
+
+        The step before is then saved, with the rollout as before this one. mean: equal on all
+        ranks.
+        """
         limit = self._max_mismatch
-        if limit is None or mean <= limit:  # not so where it is no number
+        if limit is None or mean <= limit:  # false for NaN
             return
         if self._rollout is not None:
             self._rollout.refuse_batch()
@@ -182,10 +189,10 @@ class Job:
             raise ForeignSamples(agreement.leader("rollout", foreign_samples, step, mean, limit, shares, servers_of))
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Send the current weights to the servers that are there.
+        """Send the current weights to the present servers.
 
-        Returns seconds per phase, how many servers have the weights, and how many joined again since the last call, in
-        pushes between two steps too. Where there are no servers: {}.
+        Return the seconds per phase, the number of servers with the weights, and the rejoins since
+        the last call, also from pushes between two steps. Without servers: {}.
         """
         report = self.weights.push(version)
         num_rejoins = self._num_rejoins + report.num_rejoins
@@ -193,9 +200,10 @@ class Job:
         return report.metrics(num_rejoins)
 
     def performance(self, groups: list[Group] | None, metrics: dict[str, float]) -> dict[str, float]:
-        """Return, on rank 0, how well trainer and servers used their ranks in the step so far.
+        """Return, on rank 0, the use of the trainer's and servers' ranks in the step so far.
 
-        groups, metrics: the rollout's and the update's. On GPUs collective over all ranks, for the peaks of memory.
+        groups, metrics: the rollout's and the update's. On GPUs collective, for the peaks of
+        memory.
         """
         peaks = self.layout.gather(RankPeak(self.layout.pp_rank, *peak_memory())) if is_gpu() else []
         if groups is None:
@@ -214,7 +222,7 @@ class Job:
         }
 
     def _mfu(self, groups: list[Group], num_epochs: int) -> dict[str, float]:
-        """Return the MFU of the policy's phases, where the peak of this GPU is known."""
+        """Return the MFU of the policy's phases; {} for a GPU of unknown peak."""
         model = self.policy.model
         is_known = is_gpu() and model.config.params_dtype == torch.bfloat16
         peak = peak_flops(torch.cuda.get_device_name()) if is_known else None
@@ -230,16 +238,22 @@ class Job:
         )
 
     def has_validated(self, step: int) -> bool:
-        """Return whether the figures of the weights after this step are in metrics.jsonl: a resumed run does not ask
-        again. Kept answers do not count: they are written as much as a step before their figures."""
+        """Return whether metrics.jsonl has the validation after this step: a resumed run does not
+        repeat it.
+
+        Kept answers do not count: they are written up to a step before their figures.
+        """
         if step == 0:
             return False
         path = self.run.metrics
         return self.layout.agreement.leader(f"reading {path}", lambda: has_validation(path, step))
 
     def begin_validation(self, step: int) -> None:
-        """Have the held-out prompts answered with the current weights, where there are any and servers to ask, while
-        the next step is sampled and trained."""
+        """Start the validation of the current weights, during the next step's sampling and
+        training.
+
+        Without held-out prompts or servers there is none.
+        """
         if not (uses_servers(self.config) and self.config.data.val_files):
             return
         with self._saved_if_lost(step, self._num_optimizer_steps), self.telemetry.phase("validation"):
@@ -247,9 +261,9 @@ class Job:
         self._validated_step = step
 
     def finish_validation(self) -> None:
-        """Wait for the answers, if some are awaited, and report them.
+        """Wait for the validation, if one is under way, and log it.
 
-        Where the servers have lost the weights, and the trainer has newer ones already, that evaluation is given up.
+        It is given up if the servers have lost the weights and the trainer has newer ones already.
         """
         step = self._validated_step
         if step is None:
@@ -273,8 +287,8 @@ class Job:
 
     @contextmanager
     def logged_if_lost(self, step: int, metrics: dict[str, float], groups: list[Group] | None) -> Iterator[None]:
-        """Report what is known of a step whose weights are updated, where an error ends the run inside the block: the
-        step may be saved, and is not trained again then."""
+        """Log a step's known metrics if an error ends the run inside the block, after its update:
+        the step may be saved, and is then not trained again."""
         try:
             yield
         except Exception:
@@ -282,24 +296,25 @@ class Job:
             raise
 
     def save(self, step: int, metrics: dict[str, float]) -> None:
-        """Save a checkpoint where one is due. Raises RunStopped where the run was asked to stop."""
+        """Save a checkpoint if one is due. Raises RunStopped if the run was asked to stop."""
         with self.telemetry.phase("checkpoint"):
             is_stopped = self.checkpoints.after_step(step, _optimizer_steps(metrics))
         if is_stopped:
             raise RunStopped
 
     def _poll_save(self) -> None:
-        """Finish a background save as far as it is ready, so that a checkpoint has its name before the next step ends.
+        """Finish a background save as far as it is ready: a checkpoint gets its name before the
+        next step.
 
-        Called between the parts of a step: it takes two looks, after the tensors and after the checksums, and a run
-        that is killed goes on from what has a name.
+        Called between the parts of a step, for the two polls after the tensors and the checksums. A
+        killed run goes on from the last named checkpoint.
         """
         with self.telemetry.phase("checkpoint"):
             self.checkpoints.poll()
 
     def finish(self) -> None:
-        """Wait, after the last step, for the checkpoint that is still being written, then save the model, which is
-        also done where that checkpoint could not be written. Raises JobError, or UserError, on all ranks."""
+        """Wait, after the last step, for the background save, then save the model, also after a
+        failure of that save. Raises JobError, or UserError, on all ranks."""
         try:
             with self.telemetry.phase("checkpoint"):
                 self.checkpoints.finish()
@@ -316,8 +331,8 @@ class Job:
     def _ask_rollout(self, version: int, question: Callable[[BatchSource], Answer]) -> Answer | None:
         """Ask the rollout and return its answer, on rank 0; the others wait and return None.
 
-        A server that came back without the current weights gets them first; then the question is asked
-        again, and nothing is lost. Raises RolloutError or UserError on all ranks.
+        A server back without the current weights gets them first; then the question is asked again,
+        and nothing is lost. Raises RolloutError or UserError on all ranks.
         """
         answer: Answer | None = None
 
@@ -339,9 +354,9 @@ class Job:
 
     @contextmanager
     def _saved_if_lost(self, step: int, num_steps: int = 0) -> Iterator[None]:
-        """Save the last finished step, and what was sampled since, where the rollout ends inside the block.
+        """Save the last finished step and the samples since, if the rollout ends inside the block.
 
-        It may end for good, or because it was asked to. Then its error ends the run, or RunStopped.
+        It may end for good, or on request. Then its error ends the run, or RunStopped.
         """
         try:
             yield
@@ -363,9 +378,9 @@ class Job:
 def foreign_samples(
     step: int, mean: float, limit: float, shares: Mapping[int, tuple[float, int]], servers_of: Sequence[tuple[str, ...]]
 ) -> str:
-    """Return what the user is told about the servers, the worst one first.
+    """Return the user's sentence on the servers, the worst one first.
 
-    `shares` maps each sample_id to its sum of differences and its number of tokens.
+    shares: sample_id -> (sum of differences, number of tokens).
     """
     sums: dict[str, list[float]] = {}
     for sample_id, (total, number) in shares.items():
@@ -384,7 +399,7 @@ def foreign_samples(
 
 
 def _optimizer_steps(metrics: dict[str, float]) -> int:
-    """Return the number of optimizer steps of one update of the policy. It is 0 while the critic warms up."""
+    """Return the number of optimizer steps of one policy update; 0 while the critic warms up."""
     return int(metrics.get("actor/num_optimizer_steps", 0))
 
 
@@ -392,11 +407,12 @@ def _optimizer_steps(metrics: dict[str, float]) -> int:
 def running_job(config: Config) -> Iterator[Job]:
     """Join the process groups, start the controller, build the models and yield the job.
 
-    All of this is taken down again, whatever happens. A RunStopped that the block raises ends here.
+    On every way out all of this is taken down again. A RunStopped from the block ends here.
     """
     with joined_ranks(config, _limits(config), _rollout_timeout_s(config)) as ranks, ExitStack() as stack:
         start = locked_start(config, ranks, stack)
-        # the controller first: it reads the prompts and waits for the servers while the models are built here
+        # the controller first: it reads the prompts and waits for the servers while the models are
+        # built
         is_leader = ranks.layout.rank == 0
         rollout = start_rollout(config) if is_leader else None
         if rollout is not None:
@@ -412,16 +428,17 @@ def running_job(config: Config) -> Iterator[Job]:
 
 
 def _rollout_timeout_s(config: Config) -> float:
-    """Return how many seconds a rank waits for rank 0, while rank 0 waits for the rollout."""
+    """Return the seconds of a rank's wait for rank 0, while rank 0 waits for the rollout."""
     rollout = config.actor_rollout_ref.rollout
     return max(rollout.step_timeout_s, rollout.server.startup_timeout_s) + _GRACE_S
 
 
 def _limits(config: Config) -> dict[str, float]:
-    """Return the seconds that each phase may take.
+    """Return the time limit of each phase in seconds.
 
-    Phases that compute may take as long as a collective may, from one micro-batch to the next. A push of weights may
-    take twice its deadline, which begins when all ranks have come. All other phases may take as long as the rollout.
+    Computing phases have a collective's limit, from one micro-batch to the next. A push of weights
+    has twice its deadline, from the arrival of all ranks. All other phases have the rollout's
+    limit.
     """
     timeout_s = config.actor_rollout_ref.actor.megatron.timeout_s
     return dict.fromkeys(_COMPUTING, timeout_s) | {"weight_sync": 2 * config.weight_sync.timeout_s + HANG_MARGIN_S}

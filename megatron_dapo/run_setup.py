@@ -1,4 +1,4 @@
-"""What every run starts with, whatever it learns from: process groups, watchdog, lock, checkpoint, sinks."""
+"""Start of every run, of any kind: process groups, watchdog, lock, checkpoint, sinks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +26,7 @@ from megatron_dapo.telemetry.telemetry import Telemetry
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.policy import Policy
 
-# beyond the watchdog's limits, so that it, which says who is missing, comes before a collective's error
+# beyond the watchdog's limits: its message, with the missing ranks, comes before a collective's
 HANG_MARGIN_S = 60.0
 
 
@@ -41,10 +41,11 @@ class JoinedRanks:
 
 @contextmanager
 def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> Iterator[JoinedRanks]:
-    """Join the process groups, and leave them again, whatever happens. A RunStopped that the block raises ends here.
+    """Join the process groups, and leave them again on every way out. A RunStopped from the block
+    ends here.
 
-    limits: seconds that a phase may take, by its name. wait_s: what all other phases may take, in which ranks wait for
-    what rank 0 does alone.
+    limits: seconds for a phase, by its name.
+    wait_s: for all other phases; in them ranks wait for work of rank 0.
     """
     require_usable_gpus()
     megatron = config.actor_rollout_ref.actor.megatron
@@ -71,7 +72,8 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
 
 
 def locked_start(config: Config, ranks: JoinedRanks, stack: ExitStack) -> Start:
-    """Lock the run folder until the stack is left, and return where the run starts. Raises UserError on all ranks."""
+    """Lock the run folder until the stack is left, and return the run's start. Raises UserError on
+    all ranks."""
     lock = RunLock(ranks.run.lock)
     ranks.layout.agreement.leader(f"locking {ranks.run.path}", lock.acquire)
     stack.callback(lock.release)
@@ -79,15 +81,15 @@ def locked_start(config: Config, ranks: JoinedRanks, stack: ExitStack) -> Start:
 
 
 def open_telemetry(config: Config, ranks: JoinedRanks, start: Start) -> Telemetry:
-    """Write the resolved config and what the run computes on into the run folder, and open the sinks there."""
+    """Write the resolved config and the machine into the run folder, and open the sinks there."""
     write_whole(ranks.run.create().config, to_yaml(config))
     write_machine(ranks.run.machine, ranks.layout.world_size)
     return Telemetry(config, ranks.run, start.step if start.folder else None)
 
 
 def save_model(config: Config, run: RunFolder, layout: ParallelLayout, model: ModelParts) -> None:
-    """Write the trained model as a Hugging Face checkpoint, and its adapters, where there are some, as a PEFT folder.
-    Collective; raises UserError on all ranks."""
+    """Write the trained model as a Hugging Face checkpoint, and its adapters, if any, as a PEFT
+    folder. Collective; raises UserError on all ranks."""
     source = ModelFolder.of(config.actor_rollout_ref.model.path).hf
     export_hf(model, layout, source, run.model)
     if model.lora is not None:
@@ -95,5 +97,5 @@ def save_model(config: Config, run: RunFolder, layout: ParallelLayout, model: Mo
 
 
 def trained_model(folder: str, part: Policy | Critic) -> TrainedModel:
-    """Return what a checkpoint holds of a model that is trained, in its part `folder`."""
+    """Return a trained model's state for the part `folder` of a checkpoint."""
     return TrainedModel(folder, part.model, part.state.optimizer, part.state.lr_schedule)

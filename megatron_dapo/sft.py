@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: draw conversations, update, report. Every rank runs it."""
+"""The loop of supervised fine-tuning: draw conversations, update, log. Every rank runs it."""
 
 from megatron_dapo.config.derived import is_validation_step
 from megatron_dapo.config.schema.config import Config
@@ -6,23 +6,23 @@ from megatron_dapo.sft_job import running_sft_job
 
 
 def fine_tune(config: Config) -> bool:
-    """Fine-tune for the whole run, or for what is left of it. Each rank calls this once.
+    """Fine-tune for the rest of the run. Each rank calls this once.
 
-    Return True when the last step is done. Return False where the run was asked to stop before its last step: then
+    Return True after the last step. Return False if the run was asked to stop earlier: then
     everything is saved, and the run can go on.
     """
     with running_sft_job(config) as job:
-        start = job.checkpoints.restore()  # the steps that are done
+        start = job.checkpoints.restore()  # the finished steps
         if is_validation_step(config, start):
             job.validate(start)
         with job.checkpoints:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
-                mini_batch = job.next_batch(step)  # fixed, then this rank gets its part of it
+                mini_batch = job.next_batch(step)  # fixed, then cut into the ranks' parts
                 metrics = job.update(step, mini_batch)  # one optimizer step
                 job.log(step, metrics)
                 if is_validation_step(config, step):
                     job.validate(step)
-                job.save(step)  # where due
-            job.finish()  # a signal that comes now does not end it
+                job.save(step)  # if due
+            job.finish()  # a signal now does not end it
             return True
     return False  # asked to stop, after a step

@@ -1,4 +1,4 @@
-"""This rank's parts of a run of supervised fine-tuning, and what the loop in sft.py asks of them."""
+"""This rank's parts of supervised fine-tuning, for the loop in sft.py."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,7 +34,8 @@ class SftJob:
     """This rank's parts of the run. Rank 0 has the conversations and writes the metrics."""
 
     def __init__(self, config: Config, ranks: JoinedRanks, telemetry: Telemetry | NullTelemetry, start: Start) -> None:
-        """Read the files on rank 0 and build the model. Collective; raises UserError on all ranks."""
+        """Read the files on rank 0 and build the model. Collective; raises UserError on all
+        ranks."""
         self.config = config
         self.layout = ranks.layout
         self.run = ranks.run
@@ -50,7 +51,7 @@ class SftJob:
         self.checkpoints = RunCheckpoints(config, ranks.run, ranks.layout, trained, start)
 
     def _read(self) -> bool:
-        """Read all files, on rank 0. Return whether there are held-out ones."""
+        """Read all files, on rank 0. Return whether some are held out."""
         data = self.config.data
         tokenizer = load_tokenizer(ModelFolder.of(self.config.actor_rollout_ref.model.path).hf)
         conversations = ConversationSet.load(data.train_files, self.config, tokenizer)
@@ -81,7 +82,7 @@ class SftJob:
             return self.policy.update([mini_batch], weight_version=step - 1)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a step. On GPUs collective over all ranks, for the peaks of memory."""
+        """Log a step. On GPUs collective over all ranks, for the peaks of memory."""
         peaks = self.layout.gather(RankPeak(self.layout.pp_rank, *peak_memory())) if is_gpu() else []
         if self._draws is not None:
             metrics = metrics | {f"data/{name}": value for name, value in self._draws.cursor.passes().items()}
@@ -96,8 +97,8 @@ class SftJob:
         self.telemetry.log(step, metrics)
 
     def validate(self, step: int) -> None:
-        """Report the loss of the held-out conversations with the weights after this step, where there are any and it
-        is not in metrics.jsonl yet."""
+        """Log the loss of the held-out conversations after this step, if any, and not yet in
+        metrics.jsonl."""
         path = self.run.metrics
         if self._held_out is None or self.layout.agreement.leader(f"reading {path}", has_validation, path, step):
             return
@@ -106,15 +107,15 @@ class SftJob:
         self.telemetry.log_validation(step, metrics)
 
     def save(self, step: int) -> None:
-        """Save a checkpoint where one is due. Raises RunStopped where the run was asked to stop."""
+        """Save a checkpoint if one is due. Raises RunStopped if the run was asked to stop."""
         with self.telemetry.phase("checkpoint"):
             is_stopped = self.checkpoints.after_step(step, num_optimizer_steps=1)
         if is_stopped:
             raise RunStopped
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is still being written, then save the model as a Hugging Face checkpoint, which
-        is also done where that could not be written. Raises JobError, or UserError, on all ranks."""
+        """Wait for the background save, then save the model as a Hugging Face checkpoint, also
+        after a failure of that save. Raises JobError, or UserError, on all ranks."""
         try:
             with self.telemetry.phase("checkpoint"):
                 self.checkpoints.finish()
@@ -130,8 +131,10 @@ class SftJob:
 
 @contextmanager
 def running_sft_job(config: Config) -> Iterator[SftJob]:
-    """Join the process groups, read the conversations, build the model and yield the job; take all down again, whatever
-    happens. A RunStopped that the block raises ends here."""
+    """Join the process groups, read the conversations, build the model and yield the job.
+
+    On every way out all of this is taken down again. A RunStopped from the block ends here.
+    """
     limits = dict.fromkeys(_COMPUTING, config.actor_rollout_ref.actor.megatron.timeout_s)
     with joined_ranks(config, limits, _WAIT_S) as ranks, ExitStack() as stack:
         start = locked_start(config, ranks, stack)

@@ -87,8 +87,7 @@ def has_given_servers(config: Config) -> bool:
 
 
 def uses_servers(config: Config) -> bool:
-    """Return whether servers sample the batches, which else are dumped, synthetic or
-    conversations."""
+    """Return whether servers sample the batches: no dumped or synthetic ones, no conversations."""
     return not (config.trainer.replay or config.trainer.synthetic_batch or config.sft.enable)
 
 
