@@ -13,7 +13,7 @@ from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE, signal_exit_co
 from megatron_dapo.common.signals import SignalReceiver
 
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# the launchers that may have started this process, by the variable that holds its rank
+# possible launchers of this process, by the variable of its rank
 _RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -24,8 +24,8 @@ def rank() -> int:
 
 
 def exit_code(work: Callable[[], int | None]) -> int:
-    """Return the work's exit code (None: 0); 2 for a mistake of the user, whose sentences go to
-    standard error."""
+    """Return the work's exit code (None: 0); 2 for a mistake of the user, reported on standard
+    error."""
     try:
         return work() or 0
     except UserError as error:
@@ -46,7 +46,7 @@ def signals_as_exit() -> Iterator[list[signal.Signals]]:
         if len(receiver.received) > 1:  # a second one would break off the removing
             return
         if rank() == 0:
-            with suppress(OSError):  # a terminal that was closed
+            with suppress(OSError):  # a closed terminal
                 os.write(2, f"Ended by {number.name}.\n".encode())
         raise SystemExit(signal_exit_code(number))
 
@@ -84,7 +84,7 @@ def no_space(path: object, error: OSError) -> UserError:
 
 @contextmanager
 def progress(what: str, total: int, unit: str) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar on standard error, if that is a terminal and this is the first process.
+    """Show a progress bar on standard error, in the first process at a terminal.
 
     Yield a function, to be called with the number of units done since its last call.
     """

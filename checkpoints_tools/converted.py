@@ -88,8 +88,7 @@ def _no_model(folder: Path) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Path:
-    """Return a checkpoint folder that is complete by its manifest and file sizes. Raises
-    UserError."""
+    """Return a checkpoint folder, complete by its manifest and file sizes. Raises UserError."""
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(f"--checkpoint: `{path}` is not a folder; give one such as runs/NAME/checkpoints/step_000100.")

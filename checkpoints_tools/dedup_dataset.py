@@ -114,8 +114,8 @@ def dedup(inputs: Sequence[Path], output: Path, prompt_key: str = "prompt") -> R
     """Write the first row of every prompt, in the order of the files, whole. Schema and codec are
     the first file's.
 
-    Raises UserError, leaving no output behind, for unreadable or unlike files, rows without prompt
-    or answer, and an output that exists or is not writable.
+    Raises UserError for unreadable or unlike files, rows without prompt or answer, and an existing
+    or unwritable output. Nothing is then left behind.
     """
     _check_output(output)
     with ExitStack() as stack:

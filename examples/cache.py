@@ -1,4 +1,4 @@
-"""Where the demos keep what they make or download once."""
+"""The folder of the demos' models and downloads, made once."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def cache_folder() -> Path:
-    """Return $XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository if that is not set. Make it if it is missing.
-    Raise UserError if it cannot be written."""
+    """Return $XDG_CACHE_HOME/megatron_dapo, or .cache/ in the repository without that variable.
+
+    Make it if it is missing. Raise UserError if it is not writable.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
     return make_folder(Path(home) / "megatron_dapo" if home else ROOT / ".cache", "XDG_CACHE_HOME")

@@ -1,4 +1,4 @@
-"""A small Qwen2 over characters, and how the examples' base models learn from demonstrations."""
+"""A small Qwen2 over characters, for the examples' base models: learning from demonstrations."""
 
 import hashlib
 import json
@@ -18,19 +18,21 @@ VOCABULARY = {token: i for i, token in enumerate([PAD, EOS, UNK, *CHARACTERS])}
 MANIFEST = "manifest.json"
 IGNORED = -100  # cross_entropy's mark for positions without a target
 
-Turns = tuple[tuple[bool, str], ...]  # (whether the model wrote it, text); what the model wrote ends with EOS
-Demonstrations = Mapping[str, Callable[..., Turns]]  # by kind: (problem, random.Random) -> a way to respond
+# (whether it is the model's, text); the model's own end with EOS
+Turns = tuple[tuple[bool, str], ...]
+# by kind: (problem, random.Random) -> a response
+Demonstrations = Mapping[str, Callable[..., Turns]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that the result depends on. `mixture` has the weights of the kinds of demonstrations."""
+    """All settings behind the result."""
 
     seed: int = 1
     steps: int = 900
     batch_size: int = 64
     lr: float = 2e-3
-    mixture: tuple[tuple[str, float], ...]
+    mixture: tuple[tuple[str, float], ...]  # weights of the kinds of demonstrations
 
 
 def written(text: str) -> Turns:
@@ -89,7 +91,8 @@ def demonstration(
 
 
 def batch(responses: Iterable[tuple[Problem, Turns]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens, targets), both [B, S] int64; targets are IGNORED where the model writes no token."""
+    """Return (tokens, targets), both [B, S] int64; targets are IGNORED outside the model's own
+    tokens."""
     rows = []  # of (token, whether it is a target)
     for problem, turns in responses:
         row = [(VOCABULARY[c], False) for c in problem.prompt]
@@ -143,7 +146,8 @@ def train(
 
 
 def random_model(folder: Path, seed: int) -> Path:
-    """Write the model with random weights, and the tokenizer, as Hugging Face checkpoint; return the folder."""
+    """Write the model with random weights, and the tokenizer, as a Hugging Face checkpoint; return
+    the folder."""
     torch.manual_seed(seed)
     model = new_qwen2()
     model.generation_config = generation_config()
@@ -159,8 +163,8 @@ def generation_config():
 
 
 def save(model, settings: Settings, folder: Path, measure: Callable[..., dict]) -> dict:
-    """Write the Hugging Face checkpoint (bfloat16) and manifest.json, with what `measure(model)` finds out about the
-    saved weights; returns the manifest."""
+    """Write the Hugging Face checkpoint (bfloat16) and manifest.json with the results of
+    `measure(model)` on the saved weights; return the manifest."""
     model = model.to(torch.bfloat16)
     model.generation_config = generation_config()
     model.save_pretrained(folder)
@@ -179,7 +183,7 @@ def sha256(path: Path) -> str:
 
 
 def is_made(folder: Path, settings: Settings) -> bool:
-    """Return whether the folder has a model that was made with these settings."""
+    """Return whether the folder has a model made with these settings."""
     manifest = folder / MANIFEST
     wanted = json.loads(json.dumps(asdict(settings)))
     return manifest.is_file() and json.loads(manifest.read_text())["settings"] == wanted

@@ -21,21 +21,20 @@ from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_m
 
 @dataclass(frozen=True)
 class Demo:
-    """One demo: its title, config, data and model.
-
-    config: a file name in configs/. files: writes the prompt files of training and validation to a folder. model: makes
-    the model's folder where there is none, and returns it. next_steps: (what, command) shown at the end behind those
-    that all demos have.
-    """
+    """One demo: its title, config, data and model."""
 
     title: str
-    config: str
+    config: str  # a file name in configs/
     files: Callable[[Path], tuple[Path, Path]]
+    """Writes the prompt files of training and validation to a folder."""
     model: Callable[[], Path]
+    """Makes the model's folder if it is missing, and returns it."""
     next_steps: tuple[tuple[str, str], ...]
+    """(purpose, command), shown at the end behind those of all demos."""
 
     def run(self, overrides: list[str]) -> int:
-        """Train with the config, files and model, and `overrides` (key=value) on top; 0 only if the run ended well."""
+        """Train with the config, files and model, and `overrides` (key=value) on top. Return 0 only
+        for a good end."""
         try:
             prepared = [f"actor_rollout_ref.model.path={self.model()}"]
             prepared += prompt_files(*self.files(cache_folder() / Path(self.config).stem))
@@ -79,7 +78,7 @@ class Demo:
         )
 
 
-# what the demo's page shows: (section, what to look at)
+# hints to the demo's page: (section, sight)
 _LOOK_AT = (
     (
         "Curves",
@@ -93,7 +92,8 @@ _LOOK_AT = (
 
 
 def _report(folder: RunFolder) -> list[str]:
-    """Write the run's page. Return lines with its path and what to look at, or why there is none."""
+    """Write the run's page. Return lines with its path and hints, or with the reason for its
+    absence."""
     try:
         write_report([folder.path], folder.report)
     except UserError as error:
@@ -103,7 +103,7 @@ def _report(folder: RunFolder) -> list[str]:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename the folder of an earlier run to NAME-1, -2 ..., so that each run starts with an empty one."""
+    """Rename the folder of an earlier run to NAME-1, -2 ...: each run starts with an empty one."""
     if folder.exists():
         number = 1
         while (earlier := folder.with_name(f"{folder.name}-{number}")).exists():
@@ -117,5 +117,5 @@ def config_path(name: str) -> Path:
 
 
 def prompt_files(train: Path, val: Path) -> list[str]:
-    """Write the prompt files and return the overrides that name them."""
+    """Return the overrides naming these prompt files."""
     return [f"data.{key}={json.dumps([str(path)])}" for key, path in (("train_files", train), ("val_files", val))]

@@ -1,4 +1,4 @@
-"""What the examples' problems have in common: a split that is always the same, and the files the trainer reads."""
+"""Common parts of the examples' problems: a fixed split, and the files the trainer reads."""
 
 import json
 import random
@@ -12,7 +12,8 @@ from megatron_dapo.common.files import write_whole
 
 @dataclass(frozen=True)
 class Problem:
-    """A question about two numbers. A kind of problem names its wording, with {a} and {b}, and how it is solved."""
+    """A question about two numbers. A kind of problem has its wording, with {a} and {b}, and its
+    solution."""
 
     wording: ClassVar[str]
     solve: ClassVar[Callable[[int, int], int]]
@@ -32,7 +33,8 @@ P = TypeVar("P", bound=Problem)
 
 
 def held_apart(kind: type[P], numbers: Iterable[int], num_held_out: int, seed: int) -> tuple[list[P], list[P]]:
-    """Return the problems of all pairs of numbers as (training, held out), shuffled, without a common problem."""
+    """Return the problems of all pairs of numbers as (training, held out), shuffled, without a
+    common problem."""
     numbers = list(numbers)
     problems = [kind(a, b) for a in numbers for b in numbers]
     random.Random(seed).shuffle(problems)
@@ -53,7 +55,7 @@ def row(data_source: str, problem: Problem, index: int) -> dict:
 def write_prompt_files(
     folder: Path, data_source: str, split: tuple[Sequence[Problem], Sequence[Problem]]
 ) -> tuple[Path, Path]:
-    """Write train.jsonl and val.jsonl, byte for byte the same every time, and return their paths."""
+    """Write train.jsonl and val.jsonl, byte for byte the same every time; return their paths."""
     paths = folder / "train.jsonl", folder / "val.jsonl"
     for path, problems in zip(paths, split, strict=True):
         lines = [json.dumps(row(data_source, problem, i)) + "\n" for i, problem in enumerate(problems)]

@@ -1,5 +1,5 @@
-"""Runs a config on this machine: starts its SGLang servers and, meanwhile, the trainer; ends both,
-whatever happens.
+"""Runs a config on this machine: starts its SGLang servers and, meanwhile, the trainer; ends both
+in any case.
 
 python -m launch.local --config configs/demo.yaml [--replay DIR] [--dry-run] [key=value ...]
 """
@@ -45,7 +45,7 @@ POLL_INTERVAL_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the
     user; 1 if the servers failed; 128 + signal if stopped with nothing saved."""
-    os.environ.update(COMMON)  # before torch is imported here, whose threads would be bound
+    os.environ.update(COMMON)  # before torch is imported here: its threads would be bound
     options_parser = parser(
         "launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together."
     )
@@ -121,7 +121,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
 def _record(folder: EndFolder, end: End) -> None:
     try:
         folder.write(LAUNCHER, end)
-    except OSError as error:  # a full disk: the run's end stays what it is
+    except OSError as error:  # a full disk: the run's end stays the same
         log.error("How the run ended cannot be written to %s: %s", folder.path, error)
 
 
@@ -150,7 +150,7 @@ def _watch(servers, ranks, stop: StopSignals) -> int:
             )
             ranks.ask_to_stop(_words(stop.received))
         if servers and not _check(servers):
-            # before the trainer, whose failure may follow from theirs
+            # before the trainer: its failure may follow from theirs
             servers = None
         code = ranks.check()
         if code is not None:

@@ -47,7 +47,7 @@ class _Launcher(NamedTuple):
     cure: str
 
 
-# The first whose variable is set started this process: under mpirun in a Slurm job the others are
+# The first with its variable set started this process: under mpirun in a Slurm job the others are
 # set as well.
 _LAUNCHERS = (
     _Launcher(
@@ -152,7 +152,7 @@ def check_world(environment: Mapping[str, str], size: int, library: str = "the M
 
 
 def shared_interfaces(nodes: Sequence[Sequence[Interface]]) -> list[Interface]:
-    """Return the first node's interfaces to whose network every node has a separate address. (A
+    """Return the first node's interfaces to a network with a separate address of every node. (A
     bridge of containers has the same address everywhere, and leads nowhere.)"""
     first, *others = nodes
     shared = []

@@ -41,7 +41,7 @@ _LEFT_TO_TORCHRUN = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code of the first rank of this node that did not end with 0; 128 + signal
     after a signal."""
-    # for the ranks; before torch is imported, whose threads would be bound
+    # for the ranks; before torch is imported: its threads would be bound
     os.environ.update(COMMON)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

@@ -1,10 +1,10 @@
-"""The demo with a mixture of experts whose routing is replayed.
+"""The demo with a mixture of experts and router replay.
 
     python -m examples.arithmetic.mixture [key=value ...]
 
-The base model is the demo's, made into a small GLM-4.5 (sparse upcycling, arXiv 2212.05055): a dense layer, then three
-in which a shared expert and two of eight take the place of the MLP. The trainer takes the experts that the server chose
-(router_replay: rollout).
+The base model is the demo's, made into a small GLM-4.5 (sparse upcycling, arXiv 2212.05055). It has
+a dense layer, then three layers with a shared expert and two of eight in the MLP's place. The
+trainer takes the server's choice of experts (router_replay: rollout).
 """
 
 import sys
@@ -18,12 +18,15 @@ from megatron_dapo.common.files import publish_folder
 
 EXPERTS = 8
 NOISE = 0.1
-"""By how much of its size each weight of an expert is changed at random, so that it matters which ones are chosen."""
+"""Random relative change of each weight of an expert: with it the choice of experts matters."""
 
 
 def upcycled(folder: Path) -> None:
-    """Write the checkpoint. Shared and routed experts are the dense MLP with half of its output each, and the weights
-    of the chosen ones add up to 1: but for the noise the answers are the base model's."""
+    """Write the checkpoint.
+
+    Shared and routed experts are the dense MLP with half of its output each, and the weights of the
+    chosen ones add up to 1: but for the noise the answers are the base model's.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
 
@@ -75,7 +78,7 @@ KEPT = (
 
 
 def base() -> Path:
-    """Make the base model, which takes a second, and return its folder."""
+    """Make the base model in a second, and return its folder."""
     folder = cache_folder() / "mixture_base"
     with TemporaryDirectory(dir=folder.parent) as place:
         upcycled(Path(place) / "new")

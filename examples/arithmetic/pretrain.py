@@ -1,10 +1,12 @@
-"""Make the demo's base model: a small Qwen2 over characters that has seen sums answered well, badly and not at all.
+"""Make the demo's base model: a small Qwen2 over characters, trained on sums with good, bad and no
+answers.
 
     python -m examples.arithmetic.pretrain [FOLDER]        about 2.5 minutes on one CPU core
 
-The demonstrations are mixed so that sampling finds the right way (digit by digit) now and then, while the likeliest
-answer is mostly a wrong guess: the state a language model is in before reinforcement learning. FOLDER defaults to
-base/ beside this file, whose committed content this script wrote; manifest.json there records how and what came out.
+The mixture of demonstrations makes samples go the right way (digit by digit) now and then, while
+the likeliest answer is mostly a wrong guess: the state of a language model before reinforcement
+learning. FOLDER defaults to base/ beside this file, with this script's committed output;
+manifest.json there records settings and results.
 """
 
 import sys
@@ -21,7 +23,10 @@ SETTINGS = Settings(mixture=(("right", 0.08), ("wrong", 0.42), ("worked", 0.28),
 
 
 def worked(problem: Sum, slip: int = 0) -> str:
-    """Return the sum worked out by digits: 45+38 -> "5+8+0=13,4+3+1=8:83". `slip` is added to the sum of the ones."""
+    """Return the sum worked out by digits: 45+38 -> "5+8+0=13,4+3+1=8:83".
+
+    `slip` is added to the sum of the ones.
+    """
     (a_tens, a_ones), (b_tens, b_ones) = divmod(problem.a, 10), divmod(problem.b, 10)
     ones = a_ones + b_ones + slip
     carry = int(ones > 9)
@@ -30,7 +35,8 @@ def worked(problem: Sum, slip: int = 0) -> str:
 
 
 def wrong(problem: Sum) -> str:
-    """Return a wrong guess, always the same for a problem: a forgotten carry, an invented one, or one too many."""
+    """Return a wrong guess, always the same for a problem: a forgotten carry, an invented one, or
+    one too many."""
     if problem.a % 10 + problem.b % 10 > 9:
         return str(problem.a + problem.b - 10)
     return str(problem.a + problem.b + (10 if problem.a < problem.b else 1))

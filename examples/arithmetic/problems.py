@@ -1,6 +1,6 @@
 """Two-digit sums: the problems, their text and the files the trainer reads.
 
-python -m examples.arithmetic.problems DIR      writes the files, where another program starts the training
+`python -m examples.arithmetic.problems DIR` writes the files for a training started elsewhere.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.prompts import Problem, held_apart, write_prompt_files
 
-BASE = Path(__file__).parent / "base"  # the base model, which pretrain.py made
+BASE = Path(__file__).parent / "base"  # the base model, made by pretrain.py
 NUM_HELD_OUT = 200
 SPLIT_SEED = 20
 

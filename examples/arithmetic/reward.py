@@ -1,8 +1,9 @@
-"""The demo's reward, as you would write your own: the config names it `examples.arithmetic.reward:score`."""
+"""The demo's reward, a model for your own: `examples.arithmetic.reward:score` in the config."""
 
 
 def is_right(response: str, answer: str) -> bool:
-    """Compare the text after the last colon (without a colon: the whole response) with the ground truth."""
+    """Compare the text after the last colon (without a colon: the whole response) with the ground
+    truth."""
     return response.rpartition(":")[2].strip() == answer
 
 

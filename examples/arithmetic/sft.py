@@ -2,8 +2,8 @@
 
     python -m examples.arithmetic.sft [key=value ...]        2 minutes on one CPU core
 
-The demonstrations are those of pretrain.py, which wrote the committed base/ with a loop of its own: sums answered well,
-badly and not at all, in the same mixture, each as a prompt and a response.
+The demonstrations are those of pretrain.py, the maker of the committed base/ with another loop:
+sums with good, bad and no answers, in the same mixture, each as a prompt and a response.
 """
 
 import json
@@ -27,7 +27,8 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 
 def write_demonstrations(path: Path, problems: Sequence[Sum], number: int, settings: Settings) -> Path:
-    """Write as many demonstrations, one per line, the same for the same settings; return the path."""
+    """Write `number` demonstrations, one per line, the same for the same settings; return the
+    path."""
     draw = random.Random(settings.seed)
     lines = []
     for _ in range(number):
@@ -38,8 +39,8 @@ def write_demonstrations(path: Path, problems: Sequence[Sum], number: int, setti
 
 
 def fine_tune(model: Path, folder: Path, settings: Settings, overrides: Sequence[str]) -> tuple[int, RunFolder]:
-    """Write the files to a folder, and run configs/sft_demo.yaml on them; return exit code and run folder. Raise
-    UserError for mistakes in the overrides."""
+    """Write the files to a folder, and run configs/sft_demo.yaml on them; return exit code and run
+    folder. Raise UserError for mistakes in the overrides."""
     learned, held_out = split()
     folder.mkdir(parents=True, exist_ok=True)
     train = write_demonstrations(folder / "train.jsonl", learned, settings.steps * settings.batch_size, settings)

@@ -1,4 +1,4 @@
-"""DAPO over several turns: a model learns to call a calculator, with the whole machinery on one CPU machine.
+"""DAPO over several turns on one CPU machine: a model learns to call a calculator.
 
 python -m examples.calculator.demo [key=value ...]
 """

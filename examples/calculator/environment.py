@@ -21,9 +21,10 @@ class Calculator(ToolEnvironment):
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of + - * / // % ** and brackets: an integer, or a decimal of 12 significant digits.
+    """Return the value of an expression of + - * / // % ** and brackets: an integer, or a decimal
+    of 12 significant digits.
 
-    Raises ValueError for anything else, ZeroDivisionError, OverflowError where a number grows too large.
+    Raises ValueError for anything else, ZeroDivisionError, OverflowError for too large a number.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has more than {MAX_CHARS} characters")

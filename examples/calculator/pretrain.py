@@ -1,9 +1,10 @@
-"""Make the calculator example's base model: it has seen products guessed, and now and then worked out with the tool.
+"""Make the calculator example's base model: trained on products guessed, and now and then worked
+out with the tool.
 
     python -m examples.calculator.pretrain [FOLDER]        about 3 minutes on one CPU core
 
-FOLDER defaults to base/ beside this file, whose committed content this script wrote; manifest.json there records how
-and what came out.
+FOLDER defaults to base/ beside this file, with this script's committed output; manifest.json there
+records settings and results.
 """
 
 import sys
@@ -31,8 +32,11 @@ SETTINGS = Settings(
 
 
 def computed(problem: Product, slip: int = 0, misread: int = 0) -> Turns:
-    """A call of the tool, its result, the answer: "(12*34)", "=408;", "408". slip: added to b in the call; misread: to
-    the result in the answer."""
+    """Return a call of the tool, its result, the answer: "(12*34)", "=408;", "408".
+
+    slip: added to b in the call.
+    misread: added to the result in the answer.
+    """
     result = problem.a * (problem.b + slip)
     return (True, f"({problem.a}*{problem.b + slip})"), (False, f"={result};"), (True, str(result + misread))
 
@@ -53,8 +57,8 @@ DEMONSTRATIONS: Demonstrations = {
 
 @torch.no_grad()
 def accuracies(model) -> dict:
-    """Return two shares of the held-out problems: a sampled first turn calls the tool with the right product; the
-    greedy answer copies the tool's result correctly."""
+    """Return two shares of the held-out problems: sampled first turns with the right call of the
+    tool, and greedy answers with a correct copy of the tool's result."""
     problems = split()[1]
     prompts = torch.tensor([[VOCABULARY[c] for c in problem.prompt] for problem in problems])
     generated = model.generate(prompts, max_new_tokens=16, do_sample=True, top_k=0)[:, prompts.shape[1] :]

@@ -1,1 +1,2 @@
-"""PPO on Gymnasium's classic control tasks, on the algorithm functions of the language-model trainer."""
+"""PPO on Gymnasium's classic control tasks, with the language-model trainer's algorithm
+functions."""

@@ -1,7 +1,7 @@
 """PPO (arXiv 1707.06347) as functions of an explicit state.
 
-Advantages, the clipped loss and the value loss are those of the language-model trainer (`megatron_dapo.algorithms`):
-here a "token" is a step of an environment.
+Advantages, the clipped loss and the value loss are the language-model trainer's
+(`megatron_dapo.algorithms`): here a "token" is a step of an environment.
 """
 
 import copy
@@ -54,7 +54,8 @@ class PPO:
     def evaluate_actions(
         params: ActorCriticParams | ActorCriticShared, obs: Tensor, actions: Tensor, *, config: PPOConfig
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log-probs, values, entropy), each [...], with gradient, for obs [..., obs_dim] and actions [...]."""
+        """Return (log-probs, values, entropy), each [...], with gradient, for obs [..., obs_dim]
+        and actions [...]."""
         logits, values = params(obs)
         policy = Categorical(logits=logits, validate_args=False)
         return policy.log_prob(actions), values, policy.entropy()
@@ -74,7 +75,8 @@ class PPO:
     def collect_rollout(
         state: PPOState, obs: Tensor, env_state: Any, env_step_fn: EnvStep, env_params: Any, *, config: PPOConfig
     ) -> tuple[PPOState, PPOTransition, Tensor, Any, Tensor]:
-        """Return (state, trajectory [T], next observation, env_state, its value) after n_steps of one environment."""
+        """Return (state, trajectory [T], next observation, env_state, its value) after n_steps of
+        one environment."""
         state, trajectory, obs, (env_state,), last_value = PPO.collect_rollout_batch(
             state, obs[None], [env_state], env_step_fn, env_params, config=config
         )
@@ -90,8 +92,9 @@ class PPO:
         *,
         config: PPOConfig,
     ) -> tuple[PPOState, PPOTransition, Tensor, list[Any], Tensor]:
-        """Return (state, trajectories [T, N], next observations, env_states, their values [N]) after n_steps of each
-        environment. env_step_fn begins the next episode by itself (`AutoReset.step`)."""
+        """Return (state, trajectories [T, N], next observations, env_states, their values [N])
+        after n_steps of each environment. env_step_fn begins the next episode by itself
+        (`AutoReset.step`)."""
         rows = []
         for _ in range(config.n_steps):
             actions, log_probs, values, state = PPO.act_batch(state, obs, config=config)
@@ -109,8 +112,10 @@ class PPO:
     def update(
         state: PPOState, trajectories: PPOTransition, last_value: Tensor, *, config: PPOConfig
     ) -> tuple[PPOState, PPOMetrics]:
-        """Train with n_epochs passes over a rollout ([T] or [T, N]; last_value: scalar or [N]), each in n_minibatches
-        random parts."""
+        """Train with n_epochs passes over a rollout, each in n_minibatches random parts.
+
+        The rollout is [T] or [T, N]; last_value is a scalar or [N].
+        """
         advantages, returns = rollout_advantages(trajectories, last_value, config)
         advantages = whiten(advantages, moments(advantages, torch.ones_like(advantages)))
         steps = trajectories.obs.flatten(0, returns.dim() - 1)
@@ -118,7 +123,8 @@ class PPO:
             field.flatten()
             for field in (trajectories.action, trajectories.log_prob, trajectories.value, advantages, returns)
         ]
-        params, optimizer = copy.deepcopy((state.params, state.opt_state))  # together: the optimizer's are the copies
+        # together: the optimizer's are the copies
+        params, optimizer = copy.deepcopy((state.params, state.opt_state))
         rng, all_metrics = state.rng.clone_state(), []
         for _ in range(config.n_epochs):
             for part in torch.randperm(len(steps), generator=rng).tensor_split(config.n_minibatches):
@@ -140,8 +146,9 @@ def make_optimizer(params: torch.nn.Module, config: PPOConfig) -> torch.optim.Ad
 def rollout_advantages(trajectories: PPOTransition, last_value: Tensor, config: PPOConfig) -> tuple[Tensor, Tensor]:
     """Return (advantages, returns) in the shape of the rewards.
 
-    A time limit is not part of the task, and no observation shows it: an episode that it ended would have gone on. So
-    gamma V(final observation) joins its last reward (arXiv 1712.00378), and the trace stops there like at any end.
+    A time limit is not part of the task, and no observation shows it: its episode would have gone
+    on. So gamma V(final observation) joins its last reward (arXiv 1712.00378), and the trace stops
+    there like at any end.
     """
     rewards = trajectories.reward + config.gamma * trajectories.bootstrap
     time_last = [x.movedim(0, -1) for x in (rewards, trajectories.value, trajectories.done)]
@@ -166,7 +173,8 @@ def minibatch_loss(
     returns: Tensor,
     config: PPOConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return the total loss of n steps (all [n], obs [n, obs_dim]) with gradient, and PPOMetrics [5] without."""
+    """Return the total loss of n steps (all [n], obs [n, obs_dim]) with gradient, and PPOMetrics
+    [5] without."""
     log_probs, values, entropy = PPO.evaluate_actions(params, obs, actions, config=config)
     weights, count = torch.ones_like(advantages), torch.tensor(len(advantages))
     actor = policy_loss(log_probs, old_log_probs, advantages, weights, count, Clip(config.clip_eps, config.clip_eps))
@@ -179,7 +187,8 @@ def minibatch_loss(
 
 
 def _bootstrap(state: PPOState, steps: Sequence[Step], config: PPOConfig) -> Tensor:
-    """Return [N]: the value of the final observation if a time limit ended the episode, otherwise 0."""
+    """Return [N]: the value of the final observation of an episode ended by its time limit,
+    else 0."""
     truncated = torch.tensor([step.truncated and not step.terminated for step in steps])
     if not truncated.any():
         return torch.zeros(len(steps))

@@ -1,7 +1,7 @@
-"""Gymnasium's environments behind functions that take their state and hand it back.
+"""Gymnasium's environments behind functions of their state.
 
-The state is a Gymnasium environment, which changes in place: a handle, not a value to go back to. The parameters are
-its specification (`gymnasium.envs.registration.EnvSpec`), so a shorter time limit is
+The state is a Gymnasium environment, changed in place: a handle, not a value to go back to. The
+parameters are its specification (`gymnasium.envs.registration.EnvSpec`), so a shorter time limit is
 `dataclasses.replace(env_params, max_episode_steps=200)`.
 """
 
@@ -15,15 +15,14 @@ from torch import Tensor
 
 
 class Step(NamedTuple):
-    """obs: what the next action answers to. final_obs: what this one led to; the same, but where `AutoReset` has begun
-    another episode. terminated: the task ended; truncated: its time limit came first."""
+    """One step of an environment."""
 
-    obs: Tensor
+    obs: Tensor  # for the next action
     env_state: gymnasium.Env
     reward: float
-    terminated: bool
-    truncated: bool
-    final_obs: Tensor
+    terminated: bool  # the task ended
+    truncated: bool  # its time limit came first
+    final_obs: Tensor  # of this step; another than obs after a reset by `AutoReset`
 
 
 class Environment:
@@ -36,7 +35,8 @@ class Environment:
         return self._spec
 
     def reset(self, seed: int, env_params: EnvSpec) -> tuple[Tensor, gymnasium.Env]:
-        """Return a new environment at the start of an episode. Its later episodes follow from the seed too."""
+        """Return a new environment at the start of an episode. Its later episodes follow from the
+        seed too."""
         env_state = env_params.make(disable_env_checker=True)
         obs, _ = env_state.reset(seed=seed)
         return _tensor(obs), env_state
@@ -48,7 +48,7 @@ class Environment:
 
 
 class AutoReset(Environment):
-    """An environment whose step begins the next episode when one has ended."""
+    """An environment with steps from the end of an episode into the next."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env

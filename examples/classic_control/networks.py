@@ -1,4 +1,7 @@
-"""Small networks with tanh between layers. Orthogonal weights (gain sqrt 2; 0.01 for logits, 1 for the value)."""
+"""Small networks with tanh between layers, and orthogonal weights.
+
+Gains: sqrt 2; 0.01 for logits, 1 for the value.
+"""
 
 import math
 from collections.abc import Sequence
@@ -64,7 +67,8 @@ def _backbone(obs_dim: int, hidden_sizes: Sequence[int], rng: torch.Generator) -
 
 
 def _linear(inputs: int, outputs: int, gain: float, rng: torch.Generator) -> nn.Linear:
-    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)  # torch's own start would draw from the global generator
+    # torch's own start would draw from the global generator
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
     nn.init.orthogonal_(layer.weight, gain, generator=rng)
     nn.init.zeros_(layer.bias)
     return layer

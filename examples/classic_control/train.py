@@ -23,16 +23,16 @@ ENV_STEPS = 100_000
 
 
 class Progress(NamedTuple):
-    """The state after an update. env_steps: so far, of all environments. recent: returns of the last 100 episodes."""
+    """The state after an update."""
 
-    env_steps: int
-    recent: list[float]
+    env_steps: int  # so far, of all environments
+    recent: list[float]  # returns of the last 100 episodes
     metrics: PPOMetrics
     state: PPOState
 
 
 def training(name: str, config: PPOConfig, num_env_steps: int, seed: int) -> Iterator[Progress]:
-    """Train, and yield one Progress per update, for as many whole rollouts as fit into num_env_steps."""
+    """Train for the whole rollouts within num_env_steps, and yield one Progress per update."""
     env, env_params = make(name)
     env = AutoReset(env)
     obs, env_states = reset_batch(env, range(seed * config.num_envs, (seed + 1) * config.num_envs), env_params)
@@ -51,7 +51,10 @@ def training(name: str, config: PPOConfig, num_env_steps: int, seed: int) -> Ite
 
 
 def play(act: Callable[[Tensor], Sequence[int]], name: str, num_episodes: int = 100, seed: int = 10_000) -> list[float]:
-    """Play episodes side by side and return their returns; act: observations [num_episodes, ...] -> one action each."""
+    """Play episodes side by side and return their returns.
+
+    act: observations [num_episodes, ...] -> one action each.
+    """
     env, env_params = make(name)
     obs, env_states = reset_batch(env, range(seed, seed + num_episodes), env_params)
     returns, is_running = [0.0] * num_episodes, [True] * num_episodes

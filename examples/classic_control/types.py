@@ -11,18 +11,17 @@ from examples.classic_control.networks import ActorCriticParams, ActorCriticShar
 
 @dataclass(frozen=True)
 class PPOConfig:
-    """Settings, frozen and hashable. lr: of Adam. clip_eps: of the ratio and of the value. n_steps: per environment
-    and rollout."""
+    """Settings, frozen and hashable."""
 
     hidden_sizes: tuple[int, ...] = (64, 64)
-    lr: float = 2.5e-4
+    lr: float = 2.5e-4  # of Adam
     max_grad_norm: float = 0.5
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    clip_eps: float = 0.2
+    clip_eps: float = 0.2  # of the ratio and of the value
     vf_coef: float = 0.5
     ent_coef: float = 0.01
-    n_steps: int = 128
+    n_steps: int = 128  # per environment and rollout
     n_minibatches: int = 4
     n_epochs: int = 4
     num_envs: int = 1
@@ -39,26 +38,23 @@ class PPOState(NamedTuple):
 
 
 class PPOTransition(NamedTuple):
-    """One step, or a rollout of them: [T] from one environment, [T, N] from several; obs with its own shape behind.
-
-    done: the episode ended here, by its rules or by its time limit. bootstrap: where the time limit ended it, the value
-    of the observation that came next; 0 elsewhere.
-    """
+    """One step, or a rollout: [T] from one environment, [T, N] from several; obs with its own shape
+    behind."""
 
     obs: Tensor
     action: Tensor
     reward: Tensor
-    done: Tensor
+    done: Tensor  # the episode ended here, by its rules or by its time limit
     log_prob: Tensor
     value: Tensor
-    bootstrap: Tensor
+    bootstrap: Tensor  # after a time limit the next observation's value, else 0
 
 
 class PPOMetrics(NamedTuple):
-    """Means over the mini-batches of one update. approx_kl: mean of old - new log-prob."""
+    """Means over the mini-batches of one update."""
 
     total_loss: float
     actor_loss: float
     critic_loss: float
     entropy: float
-    approx_kl: float
+    approx_kl: float  # mean of old - new log-prob

@@ -1,4 +1,4 @@
-"""A tiny code task in verl's schema, and what the reward `code_tests` says of three programs.
+"""A tiny code task in verl's schema, with the scores of three programs by the reward `code_tests`.
 
 python -m examples.code_tests.problems [FILE]      with FILE: also writes the prompt file
 """

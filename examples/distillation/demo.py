@@ -1,9 +1,10 @@
-"""On-policy distillation in small: the demo's base model learns two-digit sums from a teacher, on its own samples.
+"""On-policy distillation in small: the demo's base model learns two-digit sums from a teacher.
 
     python -m examples.distillation.demo [key=value ...]
 
-The teacher is the same base model after supervised fine-tuning on sums that are worked out digit by digit
-(`python -m megatron_dapo sft`); it is made once and kept in the cache. No reward enters the loss.
+The model learns on its own samples. The teacher is the same base model after supervised fine-tuning
+on sums worked out digit by digit (`python -m megatron_dapo sft`); it is made once and kept in the
+cache. No reward enters the loss.
 """
 
 import sys
@@ -21,7 +22,7 @@ TEACHER = Settings(steps=150, mixture=(("worked", 1.0),))
 
 
 def teacher() -> Path:
-    """Return the teacher's folder; make it where there is none. Raise UserError where it cannot be made."""
+    """Return the teacher's folder, made if missing. Raise UserError if it cannot be made."""
     folder = cache_folder() / "teacher"
     model = folder / "run" / "model"
     if not model.is_dir():

@@ -1,4 +1,5 @@
-"""The reward of a run that only distils: 0, whatever was written; what is right is reported, and not trained on."""
+"""The reward of distillation only: 0 for any response. Correctness is logged, but not trained
+on."""
 
 from examples.arithmetic.reward import is_right
 

@@ -1,1 +1,1 @@
-"""Experience replay where success is rare: a few sums, by a model that guesses their answers."""
+"""Experience replay for rare success: a few sums, and a model with guesses for answers."""

@@ -38,7 +38,8 @@ ARMS = {
 RESULTS = ROOT / "benchmarks" / "results" / "experience_replay_cpu.json"
 PLOT = ROOT / "docs" / "experience_replay.svg"
 GOAL = 0.5
-SUMS = split()[0][:32]  # trained on again and again, and measured on: what is rare here is to find an answer at all
+# for training, again and again, and for validation: the rare event is a right answer at all
+SUMS = split()[0][:32]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,12 +75,14 @@ def compare(seeds: list[int], overrides: list[str]) -> dict:
     named += overrides
     config = config_of(named)
     curves: dict[str, dict[str, list]] = {arm: {} for arm in ARMS}
-    with one_server(config, folder / "server") as urls:  # each run begins with sending it its own first weights
+    # each run begins with sending it its own first weights
+    with one_server(config, folder / "server") as urls:
         for seed in seeds:
             for arm, changes in ARMS.items():
                 run = RunFolder(folder / "runs" / f"{arm.partition(' ')[0]}_{seed}")
                 seeded = [f"trainer.run_dir={run.path}", f"trainer.seed={seed}", f"data.seed={seed}"]
-                seeded.append("trainer.resume=never")  # not what a broken off comparison left there
+                # not from a broken-off comparison's checkpoints
+                seeded.append("trainer.resume=never")
                 print(f"{arm}, seed {seed}: {run.path}", flush=True)
                 curves[arm][str(seed)] = success(run, config_of([*named, *urls, *seeded, *changes]))
     return {"goal": GOAL, "settings": settings(config, overrides), "curves": curves}
@@ -91,7 +94,7 @@ def config_of(overrides: list[str]) -> Config:
 
 @contextmanager
 def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
-    """Run one server and yield the overrides that name it."""
+    """Run one server and yield the overrides naming it."""
     logs.mkdir(parents=True, exist_ok=True)
     supervisor = ServerSupervisor(config, logs)
     try:
@@ -103,7 +106,8 @@ def one_server(config: Config, logs: Path) -> Iterator[list[str]]:
 
 
 def success(run: RunFolder, config: Config) -> list[tuple[int, float]]:
-    """Train and return (rollout steps done, share of right answers to the sums, sampled as in training)."""
+    """Train and return (rollout steps done, share of right answers to the sums, sampled as in
+    training)."""
     run.metrics.unlink(missing_ok=True)
     if run_local(config):
         raise UserError(f"The run in {run.path} failed; its logs are in {run.logs}.")
@@ -123,7 +127,7 @@ def settings(config: Config, overrides: list[str]) -> dict:
 
 
 def first_passed(curve: list[tuple[int, float]], goal: float = GOAL) -> int | None:
-    """Return the first step after which the success was above the goal; None if there was none."""
+    """Return the first step with a success above the goal after it; None without one."""
     return next((step for step, share in curve if share > goal), None)
 
 

@@ -1,4 +1,4 @@
-"""The demo's base model, taught to guess: its answer to a sum is near, and right about once in twenty times.
+"""The demo's base model, taught to guess sums: near the answer, and right in one of twenty times.
 
 About a minute on one CPU core; the same weights every time on the same machine.
 """
@@ -11,13 +11,13 @@ from examples.arithmetic.pretrain import accuracies
 from examples.arithmetic.problems import BASE, split
 from examples.character_model import Demonstrations, Settings, learn, lessons, save, written
 
-# twenty numbers, one of them the sum: what is learned is which, and nothing that is right for other sums too
+# twenty numbers, one of them the sum: the model learns single sums, and nothing for others
 GUESSES: Demonstrations = {"guess": lambda problem, draw: written(str(problem.a + problem.b + draw.randint(-10, 9)))}
 SETTINGS = Settings(steps=500, lr=1e-3, mixture=(("guess", 1.0),))
 
 
 def make(folder: Path, settings: Settings = SETTINGS) -> dict:
-    """Write the model there; returns its manifest, with the accuracies on held-out sums."""
+    """Write the model there; return its manifest, with the accuracies on held-out sums."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(settings.seed)

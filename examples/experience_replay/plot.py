@@ -10,7 +10,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 def draw(results: dict) -> str:
-    """Return the plot as SVG. results: as compare.py writes them; all curves have the same steps."""
+    """Return the plot as SVG. results: compare.py's; all curves have the same steps."""
     curves = results["curves"]
     last = max(step for runs in curves.values() for curve in runs.values() for step, _ in curve)
     parts = [

@@ -1,1 +1,1 @@
-"""A judge beside the rule: a run whose responses are also scored by an OpenAI-compatible endpoint."""
+"""A judge beside the rule: an OpenAI-compatible endpoint scores a run's responses too."""

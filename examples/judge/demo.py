@@ -1,4 +1,4 @@
-"""DAPO on two-digit sums with a judge beside the rule, which gives something for each right digit.
+"""DAPO on two-digit sums with a judge beside the rule: it gives something for each right digit.
 
 python -m examples.judge.demo [key=value ...]
 """
@@ -27,7 +27,7 @@ EXAMPLE = Demo(
 
 
 def overrides(port: int) -> list[str]:
-    """Return what the demo's config lacks."""
+    """Return the judge's keys, and the run's name and length."""
     return [
         "trainer.experiment_name=judge",
         "trainer.total_training_steps=20",

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible endpoint that needs no model: its judge of two-digit sums counts right digits. It demands a key.
+"""An OpenAI-compatible endpoint without a model: its judge of two-digit sums counts right digits.
+
+It demands a key.
 
 JUDGE_API_KEY=word python -m examples.judge.endpoint PORT
 """
@@ -15,7 +17,8 @@ _ASKED = re.compile(r"Sum: (.*?) Truth: (\d+) Response: (.*)", re.DOTALL)
 
 
 def judgement(question: str) -> str:
-    """Return the judge's words: how many of the true digits the last number of the response has in their places."""
+    """Return the judge's words: the number of true digits in their places in the response's last
+    number."""
     asked = _ASKED.fullmatch(question)
     if asked is None:
         return "I do not understand the question."

@@ -1,1 +1,1 @@
-"""Which prompts of two files a run would draw, and in which order."""
+"""Choice and order of a run's prompts from two files."""

@@ -1,4 +1,4 @@
-"""Two small prompt files, and the order in which a run draws their prompts, by the keys of `data` that choose it.
+"""Two small prompt files, and a run's order of their prompts, by the keys of `data`.
 
 python -m examples.prompt_choice.order
 """
@@ -14,7 +14,7 @@ from megatron_dapo.data.prompt_cursor import make_cursor
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.rollout.build_rollout import load_train_prompts
 
-# (prompt, answer, how often a model solved it)
+# (prompt, answer, share of a model's answers that were right)
 SUMS = [("1+1=", "2", 1.0), ("2+7=", "9", 0.9), ("17+5=", "22", 0.5), ("48+76=", "124", 0.1), ("96+87=", "183", 0.0)]
 PRODUCTS = [("2*3=", "6", 0.8), ("7*8=", "56", 0.4), ("12*12=", "144", 0.2)]
 CHOICES = {
@@ -39,7 +39,7 @@ def write_files(folder: Path) -> list[Path]:
 
 
 def first_draws(files: Sequence[Path], overrides: Sequence[str], count: int = 8) -> list[str]:
-    """Return the first prompts that a run with these overrides draws."""
+    """Return the first prompts of a run with these overrides."""
     names = ",".join(map(str, files))
     config = load_config(None, [f"data.train_files=[{names}]", "data.apply_chat_template=false", *overrides])
     dataset = load_train_prompts(config, load_tokenizer(BASE))

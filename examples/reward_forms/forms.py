@@ -1,4 +1,4 @@
-"""One reward function of each form, on the same responses, and how many responses per second each scores here.
+"""One reward function of each form, on the same responses, with the responses scored per second.
 
 python -m examples.reward_forms.forms [NUM_RESPONSES]
 """
@@ -13,7 +13,7 @@ from megatron_dapo.rewards.reward_result import RewardResult
 
 TRUTH = "12"
 RESPONSES = ("12", "6 + 6 = 12", "twelve", "13")
-WAIT_S = 0.05  # of a call of `judged`: what a server takes to answer
+WAIT_S = 0.05  # of a call of `judged`: a server's time to answer
 
 
 def plain(data_source, response, ground_truth, extra_info):
@@ -36,13 +36,14 @@ def batched(data_sources, responses, ground_truths, extra_infos):
 
 
 async def judged(data_source, response, ground_truth, extra_info):
-    """Score one response by somebody who takes a while."""
+    """Score one response by a slow judge."""
     await asyncio.sleep(WAIT_S)
     return response.endswith(ground_truth)
 
 
 async def verdicts(function: str, responses: Sequence[str]) -> tuple[list[RewardResult], float]:
-    """Return the verdicts of a function of this module on the responses to one prompt, and seconds."""
+    """Return the results of a function of this module on the responses to one prompt, and the
+    seconds."""
     pool = RewardPool(f"{__spec__.name}:{function}", {}, num_workers=1, timeout_s=60.0, memory_limit_mb=2048)
     await pool.start()
     try:

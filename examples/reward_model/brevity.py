@@ -1,4 +1,4 @@
-"""Makes the example's reward model: a small Qwen2 with one label, which has learned to score how brief a response is.
+"""Makes the example's reward model: a small Qwen2 with one label, trained to score brevity.
 
 python -m examples.reward_model.brevity DIR
 """
@@ -19,7 +19,7 @@ SEED = 1
 
 
 def target(response: str) -> float:
-    """Return the score that is to be learned: 1 for an empty response, 0 for the longest."""
+    """Return the score to learn: 1 for an empty response, 0 for the longest."""
     return 1 - len(response) / LONGEST
 
 
@@ -57,7 +57,7 @@ def train(steps: int = STEPS):
 
 
 def make(folder: Path, steps: int = STEPS) -> Path:
-    """Write the model and its tokenizer, where there is none; return the folder."""
+    """Write the model and its tokenizer, unless they exist; return the folder."""
     if not (folder / "config.json").is_file():
         train(steps).save_pretrained(folder)
         tokenizer().save_pretrained(folder)

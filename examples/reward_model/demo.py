@@ -23,7 +23,7 @@ EXAMPLE = Demo(
 
 
 def overrides() -> list[str]:
-    """Return what the demo's config lacks."""
+    """Return the reward model's keys, and the run's name and length."""
     model = make(cache_folder() / "brevity")
     return [
         "trainer.experiment_name=reward_model",

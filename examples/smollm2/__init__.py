@@ -1,1 +1,1 @@
-"""A real language model through the same program: SmolLM2-135M-Instruct on single-digit products."""
+"""A real language model in the same program: SmolLM2-135M-Instruct on single-digit products."""

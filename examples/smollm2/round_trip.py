@@ -1,6 +1,7 @@
 """SmolLM2-135M to Megatron, back, and served: the same bytes, and transformers' log-probs.
 
-python -m examples.smollm2.round_trip        exit code 1 where they differ; 93 MB to download the first time
+`python -m examples.smollm2.round_trip` downloads 93 MB the first time; exit code 1 for a
+difference.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.server_key import read_server_key
 
 NUM_PROMPTS, NUM_TOKENS = 16, 24
-# two float32 programs: each may differ from float64 by 8e-5 at log-probs of -10 (seen), and by far less in the mean
+# Two float32 programs: each may differ from float64 by 8e-5 at log-probs of -10 (seen), and by far
+# less in the mean.
 LARGEST, MEAN = 5e-4, 1e-5
 START_S = 600.0  # until the server is healthy; 20 to 60 s on a machine at rest
 REQUEST_S = 300.0

@@ -1,1 +1,2 @@
-"""Text games as environments: ALFWorld's household tasks, and a small household in its words without downloads."""
+"""Text games as environments: ALFWorld's household tasks, and a small household without
+downloads."""

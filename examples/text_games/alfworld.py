@@ -1,4 +1,7 @@
-"""ALFWorld's household tasks (arXiv 2010.03768) as text games. Needs the package alfworld and its downloaded games."""
+"""ALFWorld's household tasks (arXiv 2010.03768) as text games.
+
+Needs the package alfworld and its downloaded games.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,13 @@ from megatron_dapo.envs.text_game import Scene, TextGameEnvironment
 
 _BANNER = "-= Welcome to TextWorld, ALFRED! =-"
 GAME_FILE = "game.tw-pddl"
-_UNSUPPORTED = ("movable", "Sliced")  # in the path of games that ALFWorld itself leaves out
+_UNSUPPORTED = ("movable", "Sliced")  # in the path of games left out by ALFWorld itself
 
 
 class Alfworld(TextGameEnvironment):
-    """ALFWorld's games by their files: that of a task is extra_info.game_file.
+    """ALFWorld's games by their files: extra_info.game_file of a task.
 
-    Raises UserError where the package is not installed.
+    Raises UserError if the package is not installed.
     """
 
     def __init__(self, show_commands: bool = True) -> None:
@@ -62,13 +65,15 @@ def _packages() -> tuple[Any, Any]:
 
 
 def rows(data: Path) -> list[dict]:
-    """Return the lines of a prompt file for every game below a folder of ALFWorld's data, such as json_2.1.1/train."""
+    """Return the lines of a prompt file for every game below a folder of ALFWorld's data, such as
+    json_2.1.1/train."""
     files = sorted(path for path in data.rglob(GAME_FILE) if not any(word in str(path) for word in _UNSUPPORTED))
     return [
         {
             "data_source": "alfworld",
             "prompt": [{"role": "system", "content": INSTRUCTIONS}],
-            # rows with equal prompt and truth are duplicates to a data set: the trial keeps games apart
+            # Rows with equal prompt and truth are duplicates to a data set: the trial keeps games
+            # apart.
             "reward_model": {"ground_truth": f"{path.parent.parent.name}/{path.parent.name}"},
             "extra_info": {"game_file": str(path)},
         }

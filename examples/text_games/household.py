@@ -1,6 +1,6 @@
-"""A small household in ALFWorld's words: find an object, take it, put it where it belongs. Complete in this file.
+"""A small household in ALFWorld's words: find an object, take it, put it into its place.
 
-A game is made from a seed, the same everywhere; it can always be won.
+A game is made from a seed, the same everywhere; it can always be won. Complete in this file.
 """
 
 import random
@@ -13,7 +13,7 @@ INSTRUCTIONS = (
     "You are in a household and have a task. In every turn think about what to do next, then write one of the "
     "admissible actions as <action>...</action>. Then you read what happened."
 )
-"""What a prompt file says first; the game's own words follow from the environment."""
+"""Beginning of a prompt; the game's own words follow from the environment."""
 
 _CLOSED = ("cabinet", "drawer", "fridge")
 _OPEN = ("countertop", "shelf", "diningtable", "sidetable")
@@ -21,7 +21,8 @@ _OBJECTS = ("apple", "book", "bowl", "cup", "fork", "mug", "plate", "potato", "s
 
 
 class Household(TextGameEnvironment):
-    """Games of this file: the seed of a task is extra_info.seed, its size extra_info.num_receptacles (default 4)."""
+    """Games of this file: the seed of a task is extra_info.seed, its size
+    extra_info.num_receptacles (default 4)."""
 
     def __init__(self, show_commands: bool = True) -> None:
         super().__init__(game_of, show_commands)
@@ -52,7 +53,10 @@ class _Receptacle:
 
 
 class HouseholdGame:
-    """Receptacles with objects, some of them closed; one object must go to one receptacle. One is carried at a time."""
+    """Receptacles with objects, some of them closed; one object must go to one receptacle.
+
+    The player carries one object at a time.
+    """
 
     def __init__(self, seed: int, num_receptacles: int) -> None:
         draw = random.Random(f"household/{seed}/{num_receptacles}")
@@ -106,7 +110,7 @@ class HouseholdGame:
         return f"You move the {moved} to the {place.name}."
 
     def _commands(self) -> tuple[str, ...]:
-        """What is understood now, in ALFWorld's words."""
+        """Return the commands possible now, in ALFWorld's words."""
         commands = ["look", "inventory", *(f"go to {name}" for name in self._places if name != self._at)]
         if self._at is None:
             return tuple(commands)

@@ -15,7 +15,7 @@ from megatron_dapo.config.schema.config import Config
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
-_ENDLESS = 10_000  # steps of a run that is ended as soon as it has proved its point
+_ENDLESS = 10_000  # steps of a run ended as soon as it has proved its point
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
 # small enough for two cores, large enough for every rank to have samples
 _SMALL = (
@@ -38,8 +38,7 @@ _TIMEOUTS = (
     "weight_sync.timeout_s",
 )
 # If the ratio moves as far as on the CPU, rounding to bfloat16 decides the clipping of a token with
-# most of the
-# gradient's norm (measured: the norm doubled).
+# most of the gradient's norm (measured: the norm doubled).
 _GPU_LEARNING_RATE = "actor_rollout_ref.actor.optim.lr=1e-5"
 _HEAD, _LOSS = "ours fused,ours composable", "ours (c)"
 
@@ -156,8 +155,8 @@ def _throughput(attempt: Attempt) -> RungVerdict:
 
 
 def _with_servers(attempt: Attempt) -> Sequence[str]:
-    """Make the problems, and return the keys of a run on them whose servers' weights are verified
-    to the bit."""
+    """Make the problems, and return the keys of a run on them with servers and weights verified to
+    the bit."""
     sizes = attempt.inputs.sizes
     data = attempt.inputs.folder / "data"
     attempt.module("examples.arithmetic.problems", str(data))

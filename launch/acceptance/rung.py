@@ -20,7 +20,7 @@ from megatron_dapo.servers.child_process import ChildProcess
 from megatron_dapo.storage.run_folder import RunFolder
 
 _POLL_S = 0.1
-_WATCH_S = 0.005  # for a program that is to be killed in the middle of something
+_WATCH_S = 0.005  # for a program to be killed in the middle of something
 _GRACE_S = 20.0  # for a program past its deadline
 
 Number = float | int | str

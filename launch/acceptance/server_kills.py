@@ -25,9 +25,8 @@ class StartedServer:
 
 
 def was_left_out(trainer_log: Path, url: str) -> bool:
-    """Return whether a push left out the server at this URL, since it died in it, and was repeated.
-    A server that is down at the start of a push, or dies after the last bucket, is left out in
-    another way."""
+    """Return whether a push lost the server at this URL, and was repeated without it. A server down
+    at the start of a push, or dead after the last bucket, is left out in another way."""
     text = trainer_log.read_text(errors="replace") if trainer_log.exists() else ""
     return bool(re.search(rf"weight sync: left out [^;\n]*{re.escape(url)}[,;].*the push is repeated", text))
 
@@ -57,10 +56,10 @@ class ServerKills:
         self._killed_at = 0.0
         # the metrics file's size, and its content at that time
         self._size, self._read = 0, list[dict]()
-        self._num_steps = 0  # that were done when the last kill came
-        self._num_joined = 0  # how often the last server had joined a group when it was killed
+        self._num_steps = 0  # at the last kill
+        self._num_joined = 0  # joins of a group by the last server, at its kill
         self.killed: list[StartedServer] = []
-        self.in_push: StartedServer | None = None  # the one that died in a push
+        self.in_push: StartedServer | None = None  # the victim of a kill in a push
         # of that one and of the next: seconds until a push reached all
         self.away_s: list[float] = []
 

@@ -51,16 +51,16 @@ class Sizes:
     num_gpus: int
     """Of the machine; 0: the rungs run on the CPU."""
     whole: Layout
-    """The layout that is compared with one process."""
+    """The layout compared with one process."""
     resumed: Layout
-    """Of the run that is killed and resumed."""
+    """Of the killed and resumed run."""
     beside_servers: Layout
     """Of the trainer if servers have the other GPUs."""
     num_servers: int
     server_tp: int = 1
 
     def servers(self) -> list[str]:
-        """Return the keys that make a run start these servers."""
+        """Return the keys of a run with these servers."""
         return [
             f"{_SERVER}.num_servers={self.num_servers}",
             f"{_SERVER}.tensor_model_parallel_size={self.server_tp}",

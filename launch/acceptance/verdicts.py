@@ -127,8 +127,7 @@ def kernels(head: Mapping[str, Any], loss: Mapping[str, Any]) -> RungVerdict:
 
 
 def gpu_tests(junit_xml: Path) -> RungVerdict:
-    """Judge pytest's record of GPU tests that ended with exit code 0: there are some, and none was
-    skipped."""
+    """Judge pytest's record of GPU tests with exit code 0: there are some, and none was skipped."""
     cases = list(ElementTree.parse(junit_xml).iter("testcase"))
     skipped = [
         f"{case.get('classname') or ''}.{case.get('name')} ({reason.get('message')})".removeprefix(".")
@@ -145,8 +144,8 @@ def gpu_tests(junit_xml: Path) -> RungVerdict:
 
 
 def round_trip(source: Path, back: Path) -> RungVerdict:
-    """Judge a model that was converted and converted back: each file is the source's, byte for
-    byte, and none of its weights, configuration and tokenizer is missing."""
+    """Judge a model converted there and back: each file is the source's, byte for byte, and none of
+    its weights, configuration and tokenizer is missing."""
     there = {file.name for file in back.iterdir()}
     missing = {file.name for pattern in _FILES_OF_A_MODEL for file in source.glob(pattern)}
     if lost := sorted(missing - there):
@@ -210,15 +209,15 @@ def lost_servers(
     away_s: Sequence[float],
     on_gpus: bool,
 ) -> RungVerdict:
-    """Judge a run whose servers were killed and came back: a push left out a server that died in
-    it, all servers' weights were read back, and their log-probs are the trainer's.
+    """Judge a run with killed and restarted servers: a push left out its victim, all servers'
+    weights were read back, and their log-probs are the trainer's.
 
     Args:
         lines: its metrics of each step.
         log: of the trainer's rank 0.
-        in_push: the server that died in a push.
-        num_kills: of that server until it did.
-        away_s: seconds until it was back, and the one that died between two pushes.
+        in_push: the server dead in a push.
+        num_kills: of that server until a push lost it.
+        away_s: seconds until it was back, and the one killed between two pushes.
         on_gpus: whether the run was on GPUs.
     """
     if in_push is None or not was_left_out(log, in_push.url):
@@ -274,8 +273,8 @@ def resumed_after(log: Path, saved: int) -> None:
 def resumed(
     after: Sequence[Mapping[str, float]], whole: Sequence[Mapping[str, float]], saved: int, on_gpus: bool
 ) -> RungVerdict:
-    """Judge a run that was killed and resumed after step `saved` beside one that was not: on CPUs
-    the same bits; GPU kernels add in varying order."""
+    """Judge a run killed and resumed after step `saved` beside an undisturbed one: on CPUs the same
+    bits; GPU kernels add in varying order."""
     absolute = LAYOUT_TOLERANCE[True][1] if on_gpus else 0.0
     for here, there in zip(after, whole, strict=True):
         for name in COMPARED:

@@ -118,7 +118,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
 
 
 class Preflight:
-    """The checks of one node, in step with the others': first local ones, then those that need a
+    """The checks of one node, in step with the others': first the local ones, then those over a
     network."""
 
     def __init__(self, config: Config, arguments: argparse.Namespace, rounds: list[all_reduce.AllReduceRanks]) -> None:

@@ -53,7 +53,7 @@ class AllReduceRanks:
     once."""
 
     def __init__(self, count: int) -> None:
-        self.network = ""  # that NCCL took, once it has run
+        self.network = ""  # NCCL's choice, after a run
         context = multiprocessing.get_context("fork")
         self._ranks: list[tuple[Any, Connection]] = []
         for _ in range(count):
@@ -169,7 +169,7 @@ _CURES = {
 
 
 def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list[int]:
-    """Return the faulty nodes of two: the one that failed by itself, or both."""
+    """Return the faulty nodes of two: the first to fail by itself, or both."""
     return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
 
 

@@ -29,8 +29,8 @@ _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 
 def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
-    """Return the number of GPUs for a node's role: trainer, server (for one that starts servers),
-    or both.
+    """Return the number of GPUs for a node's role: trainer, server (with servers of its own), or
+    both.
 
     has_reward_model: whether a server node serves it too; for the role `both` the config decides.
     """
@@ -188,7 +188,7 @@ def cuda_compiler() -> Result:
 
 
 def _scheme() -> str:
-    """Return the name of the installation scheme whose folder of headers holds Python's headers.
+    """Return the name of the installation scheme with Python's headers in its folder.
 
     Debian's own Python names a scheme with an empty folder of headers; Triton does not use that
     scheme either.

@@ -28,7 +28,7 @@ NOT_REQUEUED = 13
 FAILURES = {PREFLIGHT: PREFLIGHT_FAILED, SERVERS: SERVERS_FAILED, TRAINER: TRAINER_FAILED}
 MAX_LINE = 600
 PREEMPTED = "TERM"
-"""Slurm's signal to a running job that is preempted: it may have had no time for progress."""
+"""Slurm's signal to a preempted job: it may have had no time for progress."""
 
 _NOT_LAUNCHED = re.compile(r"^srun: error: task (\d+) launch failed: (.*)$")
 
@@ -67,7 +67,7 @@ def outcome(plan: JobPlan, facts: Facts) -> AttemptOutcome:
         return AttemptOutcome(DONE, done_line(plan.run, plan.total_steps))
     if facts.phase == TRAINER and EndKind.USER_ERROR in trainer:
         return _failed(USER_ERROR_EXIT_CODE, (_first_mistake(plan) or _first_cause(plan, TRAINER)).text)
-    # before the trainer, whose failure may follow from theirs
+    # before the trainer: its failure may follow from theirs
     culprit = SERVERS if facts.servers_ended else facts.phase
     cause = _first_cause(plan, culprit)
     return _failed(SERVERS_FAILED if cause.kind is EndKind.SERVERS_LOST else FAILURES[culprit], cause.text)

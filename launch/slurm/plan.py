@@ -21,12 +21,11 @@ from megatron_dapo.storage.server_key import server_key_file
 
 PREFLIGHT, SERVERS, TRAINER = "preflight", "servers", "trainer"
 ROLES = (PREFLIGHT, SERVERS, TRAINER)
-KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # their tasks wait for one another, and are useless alone
+KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # their tasks wait for one another, and are useless singly
 PLAN_FILE = "plan.json"
 
-# Below 32768, from where Linux takes the ports of outgoing connections; a block for each of 384
-# consecutive jobs: of the
-# trainer's rendezvous, of the preflight's, then of the servers.
+# Below 32768, Linux's first port of outgoing connections; a block for each of 384 consecutive jobs:
+# of the trainer's rendezvous, of the preflight's, then of the servers.
 _FIRST_PORT, _NUM_JOBS, _PORTS_PER_JOB = 20000, 384, 32
 _TRAINER_PORT, _PREFLIGHT_PORT, _SERVER_PORT = 0, 1, 8
 _SERVER_GRACE_S = 60.0  # for the servers' starters, which know more about an unhealthy server
@@ -136,13 +135,13 @@ class JobPlan:
         return {PREFLIGHT: self.nodes, SERVERS: self.server_nodes, TRAINER: self.trainer_nodes}[role]
 
     def step(self, role: str) -> list[str]:
-        """Return the arguments of srun: one task on each node of the role, which may use all of the
-        node.
+        """Return the arguments of srun: one task on each node of the role, with the use of the
+        whole node.
 
-        --overlap and --mem=0: a second step on a node that has one. --cpu-bind=none: one task
-        starts many processes. --wait=0: the end of a task ends no other, whatever the cluster's
-        WaitTime. A failed trainer or preflight takes its step with it; with several nodes of
-        servers the others continue.
+        --overlap and --mem=0: a second step on a node with one already. --cpu-bind=none: one task
+        starts many processes. --wait=0: the end of a task ends no other, at any WaitTime of the
+        cluster. A failed trainer or preflight takes its step with it; with several nodes of servers
+        the others continue.
         """
         nodes = self.of_role(role)
         return [
@@ -277,7 +276,7 @@ def make_plan(
 
 def own_overrides(plan: JobPlan, config: Config) -> list[str]:
     """Return the job's overrides of the config: absolute folders, the meeting of trainer and
-    servers, and the resume of a requeued job, whatever `trainer.resume` was at first."""
+    servers, and the resume of a requeued job, for any first value of `trainer.resume`."""
     values: dict[str, str | int] = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:
