@@ -2,8 +2,8 @@
 
     python -m checkpoints_tools.verify_checkpoint --checkpoint DIR --hf-model DIR
 
-Checksums of all files, every tensor to the bit, log-probs of real text beside those of
-transformers; with --round-trip the files of a conversion back, byte for byte.
+It compares checksums of all files, every tensor to the bit, and log-probs of real text beside
+transformers'. With --round-trip it converts back, and compares the files byte for byte.
 """
 
 import argparse

@@ -133,7 +133,8 @@ def train(
     problems: Sequence[Problem],
     report: Callable[[int, float], None] = lambda step, loss: None,
 ):
-    """Train from random weights and return the model. Call `report(step, loss)` after every step."""
+    """Train from random weights and return the model. Call `report(step, loss)` after every
+    step."""
     torch.manual_seed(settings.seed)
     model = new_qwen2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.01)

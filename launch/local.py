@@ -43,8 +43,13 @@ POLL_INTERVAL_S = 0.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: the trainer's (85: asked to stop, and saved); 2 for mistakes of the
-    user; 1 if the servers failed; 128 + signal if stopped with nothing saved."""
+    """Return the exit code.
+
+    - The trainer's (85: asked to stop, and saved).
+    - 1: the servers failed.
+    - 2: mistakes of the user.
+    - 128 + signal: stopped with nothing saved.
+    """
     os.environ.update(COMMON)  # before torch is imported here: its threads would be bound
     options_parser = parser(
         "launch.local", "Train on this machine: SGLang servers and trainer, started and stopped together."
@@ -76,8 +81,8 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     """Run a checked config and return the exit code, like `main`. command: the program of each
     rank; None: the trainer.
 
-    Servers are started unless some are given by URL or the run uses none, and the trainer at the
-    same time: its controller waits for them. Nothing is left running afterwards.
+    Servers are started unless some are given by URL or the run uses none. The trainer is started at
+    the same time: its controller waits for them. Nothing is left running afterwards.
     """
     # these import torch: after the config was checked
     from launch.trainer_ranks import TrainerRanks, trainer_command
@@ -166,8 +171,8 @@ def _words(received: signal.Signals) -> str:
 
 
 def _check(servers) -> bool:
-    """Check the servers; return False if the last server is lost for good: the trainer, which waits
-    for one, then saves and fails by itself. Raises ServerFailure if training cannot have begun."""
+    """Check the servers; return False if the last server is lost for good: the trainer then waits
+    in vain, saves and fails by itself. Raises ServerFailure if training cannot have begun."""
     from megatron_dapo.servers.supervisor import ServerFailure
 
     try:

@@ -138,8 +138,8 @@ def bootstrap() -> RankVariables:
 
 
 def check_world(environment: Mapping[str, str], size: int, library: str = "the MPI library") -> None:
-    """Raise UserError if MPI sees another number of processes than the launcher started: each
-    process would then be a separate job, and train by itself."""
+    """Raise UserError for different numbers of processes in MPI and in the launcher: each process
+    would then be a separate job, and train by itself."""
     for launcher in _LAUNCHERS:
         if (started := environment.get(launcher.size)) is None:
             continue

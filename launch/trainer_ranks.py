@@ -51,8 +51,8 @@ class TrainerRanks:
         log.info("trainer: %d %s (pid %s)", self._world, ranks, ", ".join(str(rank.pid) for rank in self._ranks))
 
     def check(self) -> int | None:
-        """Return the exit code of the first rank that failed; 0 when all are done, 85 when they
-        stopped and are saved; none while they run."""
+        """Return the exit code of the first failed rank; None while the ranks run. 0: all are done;
+        85: they stopped and are saved."""
         codes = [rank.poll() for rank in self._ranks]
         failed = [code for code in codes if code not in _GOOD_ENDS]
         if failed:

@@ -192,7 +192,7 @@ class Job:
         """Send the current weights to the present servers.
 
         Return the seconds per phase, the number of servers with the weights, and the rejoins since
-        the last call, also from pushes between two steps. Without servers: {}.
+        the last call. Pushes between two steps count. Without servers: {}.
         """
         report = self.weights.push(version)
         num_rejoins = self._num_rejoins + report.num_rejoins
@@ -287,8 +287,8 @@ class Job:
 
     @contextmanager
     def logged_if_lost(self, step: int, metrics: dict[str, float], groups: list[Group] | None) -> Iterator[None]:
-        """Log a step's known metrics if an error ends the run inside the block, after its update:
-        the step may be saved, and is then not trained again."""
+        """Log a step's known metrics if an error ends the run inside the block, after its update.
+        The step may be saved, and is then not trained again."""
         try:
             yield
         except Exception:

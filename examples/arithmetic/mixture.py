@@ -24,7 +24,7 @@ NOISE = 0.1
 def upcycled(folder: Path) -> None:
     """Write the checkpoint.
 
-    Shared and routed experts are the dense MLP with half of its output each, and the weights of the
+    Shared and routed experts are the dense MLP with half of its output each. The weights of the
     chosen ones add up to 1: but for the noise the answers are the base model's.
     """
     import torch

@@ -3,8 +3,8 @@ answers.
 
     python -m examples.arithmetic.pretrain [FOLDER]        about 2.5 minutes on one CPU core
 
-The mixture of demonstrations makes samples go the right way (digit by digit) now and then, while
-the likeliest answer is mostly a wrong guess: the state of a language model before reinforcement
+The mixture of demonstrations makes samples go the right way (digit by digit) now and then. The
+likeliest answer is mostly a wrong guess: the state of a language model before reinforcement
 learning. FOLDER defaults to base/ beside this file, with this script's committed output;
 manifest.json there records settings and results.
 """

@@ -2,8 +2,8 @@
 
     python -m examples.arithmetic.sft [key=value ...]        2 minutes on one CPU core
 
-The demonstrations are those of pretrain.py, the maker of the committed base/ with another loop:
-sums with good, bad and no answers, in the same mixture, each as a prompt and a response.
+The demonstrations are those of pretrain.py, which wrote the committed base/ with a loop of its own.
+They are sums with good, bad and no answers, in the same mixture, each as a prompt and a response.
 """
 
 import json

@@ -21,10 +21,10 @@ class Calculator(ToolEnvironment):
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of + - * / // % ** and brackets: an integer, or a decimal
-    of 12 significant digits.
+    """Return the value of an expression of + - * / // % ** and brackets.
 
-    Raises ValueError for anything else, ZeroDivisionError, OverflowError for too large a number.
+    It is an integer, or a decimal of 12 significant digits. Raises ValueError for anything else,
+    ZeroDivisionError, OverflowError for too large a number.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has more than {MAX_CHARS} characters")

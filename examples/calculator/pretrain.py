@@ -57,8 +57,8 @@ DEMONSTRATIONS: Demonstrations = {
 
 @torch.no_grad()
 def accuracies(model) -> dict:
-    """Return two shares of the held-out problems: sampled first turns with the right call of the
-    tool, and greedy answers with a correct copy of the tool's result."""
+    """Return two shares of the held-out problems: right calls of the tool in sampled first turns,
+    and correct copies of its result in greedy answers."""
     problems = split()[1]
     prompts = torch.tensor([[VOCABULARY[c] for c in problem.prompt] for problem in problems])
     generated = model.generate(prompts, max_new_tokens=16, do_sample=True, top_k=0)[:, prompts.shape[1] :]

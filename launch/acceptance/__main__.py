@@ -28,8 +28,13 @@ from megatron_dapo.common.standard_streams import print_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0 if every rung from the first one, or from --start, is green or
-    skipped; 1 if one is red; 2 for mistakes of the user; 128 + signal after a request to stop."""
+    """Return the exit code.
+
+    - 0: every rung from the first one, or from --start, is green or skipped.
+    - 1: one is red.
+    - 2: mistakes of the user.
+    - 128 + signal: a request to stop.
+    """
     os.environ.update(COMMON)
     arguments, overrides = parse(_parser(), argv)
     if arguments.list:

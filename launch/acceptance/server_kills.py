@@ -84,8 +84,8 @@ class ServerKills:
         return f"; {self.killed[-1].name} was killed {len(self.killed)} times in a push, and no push left it out"
 
     def _kill_in_push(self) -> None:
-        """Kill the last server once it has joined the groups, again for each of its lives, and take
-        note when a push left it out."""
+        """Kill the last server after its join of the groups, again for each of its lives, until a
+        push has left it out."""
         server = self._server(self._num_servers - 1)
         if server is None:
             return
@@ -104,7 +104,7 @@ class ServerKills:
         return len(reached) > 1 and min(reached) < self._num_servers == reached[-1]
 
     def _lines(self) -> list[dict]:
-        """Return the run's metrics, read again only if the file has grown: reading hundreds of
+        """Return the run's metrics, read again only after a growth of the file. Reading hundreds of
         times a second would take a good part of a core."""
         size = self._run.metrics.stat().st_size if self._run.metrics.exists() else 0
         if size != self._size:

@@ -91,10 +91,12 @@ def sizes_of(num_gpus: int) -> Sizes:
 
 
 def measured(config: Config) -> list[str]:
-    """Return the keys that make a step of a recipe small enough to be measured in minutes:
-    synthetic batches of 64 prompts, or as near to that as whole mini-batches come, but no more than
-    the recipe's own. An optimizer step, and with it the memory and the tokens per second, stays as
-    it is."""
+    """Return the keys for a step of a recipe small enough to be measured in minutes.
+
+    They ask for synthetic batches of about 64 prompts, in whole mini-batches, but no more than the
+    recipe's own. An optimizer step, and with it the memory and the tokens per second, stays the
+    same.
+    """
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     prompts = min(config.data.train_batch_size, -(-_MEASURED_PROMPTS // mini) * mini)
     # meaningless here, and would have to equal the batch size without a filter

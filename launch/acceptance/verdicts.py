@@ -24,15 +24,15 @@ the old ones."""
 LAYOUT_TOLERANCE = {False: (1e-4, 1e-6), True: (3e-2, 1e-2)}
 """Whether on GPUs -> (relative, absolute). Layouts add in other orders. In float32 a sum keeps 1e-6
 of its largest terms, and a gradient's terms cancel to a hundredth of them. In bfloat16 each
-activation is rounded by 2^-9; over the few layers of the demo's model, and in the mean of hundreds
+activation is rounded by 2^-9. Over the few layers of the demo's model, and in the mean of hundreds
 of tokens, less than 1 % is left of it. The second optimizer step begins at other weights: Adam
-moves each by lr whatever its gradient's size, so weights with only rounding in their gradient
+moves each by lr for any size of its gradient. Weights with only rounding in their gradient then
 differ by up to 2 lr. To first order no compared value depends on those. Measured on a CPU, TP 2, PP
 2, DP 2 beside one process: in float32 1.2e-6 of the gradient norm and 1e-6 of ppo_kl."""
 
 GPU_GRAD_NORM_TOLERANCE = 0.2
 """Relative. Few tokens make most of the norm, and those near the clip range may fall on either
-side: in bfloat16 on a CPU TP 2 and one process differed by 6 %. A missing reduction over 2 ranks
+side. In bfloat16 on a CPU TP 2 and one process differed by 6 %. A missing reduction over 2 ranks
 changes it by at least 1 - 1/sqrt(2)."""
 
 SERVER_TOLERANCE = {False: 1e-5, True: 2e-2}
@@ -45,8 +45,8 @@ HEAD_BOUNDS = {
     "float32": {"log_prob_max": 2e-5, "entropy_max": 2e-5, "grad_hidden_rel": 2e-5, "grad_weight_rel": 2e-5},
     "bfloat16": {"log_prob_max": 2e-4, "entropy_max": 2e-4, "grad_hidden_rel": 4e-3, "grad_weight_rel": 3e-3},
 }
-"""Against float64 on the same rounded inputs, as in the kernels' tests: the rounding of float32
-sums, and in bfloat16 of gradients to the inputs' type."""
+"""Against float64 on the same rounded inputs, as in the kernels' tests. They hold the rounding of
+float32 sums, and in bfloat16 of gradients to the inputs' type."""
 
 LOSS_BOUNDS = {
     "float32": {"loss_sum_rel": 2e-5, "grad_log_probs_rel": 2e-5, "grad_entropy_rel": 2e-5},
@@ -144,8 +144,8 @@ def gpu_tests(junit_xml: Path) -> RungVerdict:
 
 
 def round_trip(source: Path, back: Path) -> RungVerdict:
-    """Judge a model converted there and back: each file is the source's, byte for byte, and none of
-    its weights, configuration and tokenizer is missing."""
+    """Judge a model converted there and back: each file is the source's, byte for byte. No weights,
+    configuration or tokenizer are missing."""
     there = {file.name for file in back.iterdir()}
     missing = {file.name for pattern in _FILES_OF_A_MODEL for file in source.glob(pattern)}
     if lost := sorted(missing - there):
@@ -209,8 +209,10 @@ def lost_servers(
     away_s: Sequence[float],
     on_gpus: bool,
 ) -> RungVerdict:
-    """Judge a run with killed and restarted servers: a push left out its victim, all servers'
-    weights were read back, and their log-probs are the trainer's.
+    """Judge a run with killed and restarted servers.
+
+    A push left out its victim, all servers' weights were read back, and their log-probs are the
+    trainer's.
 
     Args:
         lines: its metrics of each step.

@@ -34,8 +34,8 @@ ROLES = ("trainer", "server", "both")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0; 1 if a node is unfit (the last line has node, reason and cure); 2
-    for mistakes of the user."""
+    """Return the exit code: 0; 1 for an unfit node (the last line has node, reason and cure); 2 for
+    mistakes of the user."""
     arguments, overrides = parse(_parser(), argv)
     ends.begin(preflight_name(node_name()), ends.own_folder())
     try:

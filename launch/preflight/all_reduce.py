@@ -1,5 +1,5 @@
-"""An all-reduce over the trainer's ranks, as in training: does it work, is it right, is it fast
-enough; and if not, on which node is the fault."""
+"""An all-reduce over the trainer's ranks, as in training: does it work, is it right and fast
+enough? If not, on which node is the fault?"""
 
 import multiprocessing
 import os
@@ -21,8 +21,9 @@ from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.signals import reset_signals
 
 FLOOR_GB_S = {"nccl": 5.0, "gloo": 0.005}
-"""Bus bandwidth (GB/s) below which a network counts as broken: NCCL on a management network of 10
-Gb/s or less, gloo on one of 50 Mb/s. A healthy fabric is far above it; --min-bandwidth sets it."""
+"""Lowest bus bandwidth (GB/s) of a sound network. Below it are NCCL on a management network of
+10 Gb/s or less, and gloo on one of 50 Mb/s. A healthy fabric is far above it; --min-bandwidth
+sets it."""
 
 NUM_BYTES = {"nccl": 256 * 2**20, "gloo": 4 * 2**20}
 SOCKETS = "Socket"
@@ -181,7 +182,7 @@ def _where(culprits: Sequence[int], trainers: Sequence[int]) -> str:
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yield rounds of a tournament (circle method): in each every one of `count` meets one other,
-    with odd count but one; in `count - 1` rounds (odd: `count`) everybody meets everybody."""
+    with odd count but one. In `count - 1` rounds (odd: `count`) everybody meets everybody."""
     order = list(range(count + count % 2))
     for _ in range(len(order) - 1):
         pairs = zip(order[: len(order) // 2], reversed(order[len(order) // 2 :]), strict=True)

@@ -126,7 +126,7 @@ def probe(count: int, driver: str, timeout_s: float = _PROBE_S) -> EngineHere | 
 
 def compiler(uses_gpus: bool) -> Result:
     """Return whether a C program with Python's headers compiles here. Triton compiles one at its
-    first kernel on a machine; if that fails, the fused log-prob head switches itself off, and the
+    first kernel on a machine. If that fails, the fused log-prob head switches itself off, and the
     servers do not start."""
     if not uses_gpus:
         return Result("none needed: torch runs on the CPU here")
@@ -157,7 +157,7 @@ _CUDA_PROBE = "#include <concepts>\n#include <cuda_runtime.h>\n__global__ void p
 
 
 def cuda_compiler() -> Result:
-    """Return whether a CUDA program compiles and links here with SGLang's nvcc: a server on GPUs
+    """Return whether a CUDA program compiles and links here with SGLang's nvcc. A server on GPUs
     compiles some of its kernels at its start, and ends if that fails."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc_on_path = None if home else shutil.which("nvcc")

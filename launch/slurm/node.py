@@ -1,5 +1,5 @@
 """A role's task on one node: interface, limits and cache folders of this node, then the role's
-program, then how it ended, in a file that the others see."""
+program. Its end goes into a file for the others."""
 
 import os
 import resource
@@ -35,8 +35,8 @@ _LAST_WORDS_S = 40.0  # torchrun gives its other ranks 30 before it names the fa
 
 
 def run(plan: JobPlan, role: str) -> int:
-    """Return the program's exit code; but 0 for a trainer that was asked to stop and saved (85): on
-    any other code Slurm would end the others, which may still be saving."""
+    """Return the program's exit code; but 0 for a trainer asked to stop and saved (85). On any
+    other code Slurm would end the others, perhaps in the middle of saving."""
     node = node_name()
     orders = Orders(Path(plan.logs), role, node)
     try:

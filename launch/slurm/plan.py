@@ -275,8 +275,8 @@ def make_plan(
 
 
 def own_overrides(plan: JobPlan, config: Config) -> list[str]:
-    """Return the job's overrides of the config: absolute folders, the meeting of trainer and
-    servers, and the resume of a requeued job, for any first value of `trainer.resume`."""
+    """Return the job's overrides of the config: absolute folders, and the meeting of trainer and
+    servers. A requeued job resumes, for any first value of `trainer.resume`."""
     values: dict[str, str | int] = {"trainer.run_dir": plan.run, "trainer.log_dir": plan.logs}
     rollout = "actor_rollout_ref.rollout"
     if plan.server_nodes:

@@ -167,8 +167,8 @@ def batches(config: Config) -> Iterator[str]:
 
 
 def _run_folder_name(config: Config) -> Iterator[str]:
-    """Yield a mistake for an experiment name not fit for a folder below runs/: as the run folder's
-    path it must not lead out of runs/."""
+    """Yield a mistake for an experiment name unfit for a folder below runs/: the run folder must
+    not lie outside."""
     name = config.trainer.experiment_name
     parts = name.split("/")
     if {"", ".", ".."}.isdisjoint(parts) and name.isprintable() and max(len(part.encode()) for part in parts) <= 200:

@@ -104,8 +104,8 @@ _DATA = ("data.train_files", "data.val_files")
 
 
 def _run_folder(config: Config) -> Iterator[str]:
-    """Yield a mistake for a run writing into its inputs: the folder of a model or the data, or a
-    part of the run folder replaced by the run.
+    """Yield a mistake for a run writing into its inputs: a folder of a model or the data, or a part
+    of the run folder it replaces.
 
     Inputs beside these parts, such as runs/NAME/base, are allowed, and so is a run folder below the
     data's.

@@ -248,8 +248,8 @@ def num_trained_parameters(
 def adapter_parameters(
     spec: ModelSpec, lora: LoraSettings, layers: Sequence[int], tp: int = 1, etp: int = 1
 ) -> tuple[int, int]:
-    """Return the parameters on a rank of the adapters (models/lora.py) of these layers, numbered
-    from 0: (all but those of experts, those of one expert in each layer with experts)."""
+    """Return a rank's parameters in the adapters (models/lora.py) of these layers, numbered from 0:
+    (all but experts', one expert's in each layer with experts)."""
 
     def of_layer(spec: ModelSpec, layer: int, tp: int, etp: int) -> tuple[int, int]:
         counts = {True: 0, False: 0}
@@ -267,10 +267,11 @@ def adapter_parameters(
 def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     """Return the bytes of weights, float32 gradients and optimizer state of a model on a rank.
 
-    The state is Adam's two moments and a half-precision model's float32 weights (arXiv 1910.02054,
-    section 3.1: 2 + 4 + 12 bytes per parameter; with LoRA 2 for frozen ones, 18 for adapters). The
-    distributed optimizer shards it over DP x CP, for experts over the ranks with the same experts.
-    Of a rank's share Megatron offloads whole tensors until their part is reached.
+    The state is Adam's two moments and a half-precision model's float32 weights. The three take 2 +
+    4 + 12 bytes per parameter (arXiv 1910.02054, section 3.1); with LoRA 2 for frozen ones, 18 for
+    adapters. The distributed optimizer shards the state over DP x CP, for experts over the ranks
+    with the same experts. Of a rank's share Megatron offloads whole tensors until their part is
+    reached.
     """
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
@@ -304,8 +305,8 @@ def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
-    """Return the bytes of a node's memory for the optimizer state of actor and critic, offloaded by
-    `optimizer_offload_fraction`: all ranks of the node count as ranks of the largest stage."""
+    """Return the bytes of a node's memory for the offloaded optimizer state of actor and critic
+    (`optimizer_offload_fraction`). All ranks of the node count as ranks of the largest stage."""
     sizes = parallel_sizes(config)
     fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
     specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
@@ -321,8 +322,8 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
 def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -> int:
     """Return the bytes kept for backward by micro-batches in flight, and of computing one layer.
 
-    The method is arXiv 2205.05198's (section 4: tensors kept per operation; 1F1B keeps PP - stage
-    micro-batches; with full recompute a layer keeps only its input), for this program's layers:
+    The method is arXiv 2205.05198's, section 4: tensors kept per operation. 1F1B keeps PP - stage
+    micro-batches; with full recompute a layer keeps only its input. This program's layers have
     RMSNorm with float32 statistics, flash attention, gated MLP, no dropout. Chunks of a stage count
     as its largest one. tokens: of one micro-batch, on one context-parallel rank.
     """
@@ -359,8 +360,9 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
 def kept_per_token(
     spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]
 ) -> tuple[float, float, float]:
-    """Return the bytes per token of one layer kept for backward, the mean over these, numbered from
-    0: (attention, MLP, norms and the inputs of the two blocks). part: ranks to share a sequence."""
+    """Return the bytes per token one layer keeps for backward: (attention, MLP, norms and the
+    inputs of the two blocks). Mean over these layers, numbered from 0. part: ranks to share a
+    sequence."""
     heads = spec.num_heads + spec.num_kv_heads
     # q, k, v as they came; q and k rotated; the output, the size of q
     attention = 3 * heads * spec.head_dim * width / sizes.tp
@@ -390,10 +392,10 @@ def _in_flight(sizes: ParallelSizes, stage: int) -> float:
 
 
 def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
-    """Return the bytes of the log-prob head (kernels/logits_chunk.py, kernels/fused_head.py): a
-    chunk of float32 logits and its gradient; its hidden states, with sequence parallelism the next
-    ones in transit, and a float32 gradient; the gradient of all hidden states. Without the fused
-    head: `_composed_head_bytes`."""
+    """Return the bytes of the log-prob head (kernels/logits_chunk.py, kernels/fused_head.py). A
+    chunk has float32 logits and their gradient; its hidden states, with sequence parallelism the
+    next ones in transit, and a float32 gradient. Added is the gradient of all hidden states.
+    Without the fused head: `_composed_head_bytes`."""
     sizes = parallel_sizes(config)
     width = dtype_bytes(config)
     actor = config.actor_rollout_ref.actor

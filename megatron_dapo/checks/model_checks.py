@@ -32,8 +32,8 @@ def read_model_json(config: Config) -> dict[str, Any] | None:
 
 
 def shape_of(path: str) -> dict[str, Any] | None:
-    """Return config.json of a checkpoint, or for a checkpoint elsewhere the shape of the published
-    model with its folder's name: a cluster's recipe is planned on a laptop."""
+    """Return config.json of a checkpoint. For a checkpoint elsewhere: the shape of the published
+    model with its folder's name, so that a cluster's recipe is planned on a laptop."""
     if name := published_name(path):
         return MODEL_SHAPES[name]
     return model_json_of(path)

@@ -113,9 +113,9 @@ def to_yaml(config: Config) -> str:
 def nearest(unknown: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most like an unknown dotted name; None if nothing is alike.
 
-    The comparison is of whole names; of ends with the unknown name's number of components
-    (`actor.clip_high` against `actor.clip_ratio_high`); and of last components, which catches the
-    right key in the wrong section.
+    Three comparisons count: of whole names; of ends with the unknown name's number of components
+    (`actor.clip_high` against `actor.clip_ratio_high`); of last components (the right key in the
+    wrong section).
     """
     num_components = unknown.count(".") + 1
 
