@@ -78,7 +78,7 @@ class Demo:
         )
 
 
-# hints to the demo's page: (section, sight)
+# hints for the demo's page: (section, hint)
 _LOOK_AT = (
     (
         "Curves",

@@ -22,7 +22,7 @@ class Step(NamedTuple):
     reward: float
     terminated: bool  # the task ended
     truncated: bool  # its time limit came first
-    final_obs: Tensor  # of this step; another than obs after a reset by `AutoReset`
+    final_obs: Tensor  # after this step; differs from obs after a reset by `AutoReset`
 
 
 class Environment:
@@ -48,7 +48,7 @@ class Environment:
 
 
 class AutoReset(Environment):
-    """An environment with steps from the end of an episode into the next."""
+    """An environment with a reset in each last step of an episode."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env

@@ -25,7 +25,7 @@ class StartedServer:
 
 
 def was_left_out(trainer_log: Path, url: str) -> bool:
-    """Return whether a push lost the server at this URL, and was repeated without it. A server down
+    """Return whether a push left out this URL's server, dead in it, and was repeated. A server down
     at the start of a push, or dead after the last bucket, is left out in another way."""
     text = trainer_log.read_text(errors="replace") if trainer_log.exists() else ""
     return bool(re.search(rf"weight sync: left out [^;\n]*{re.escape(url)}[,;].*the push is repeated", text))
