@@ -36,7 +36,7 @@ MAIN_GRADIENT = 4  # bytes: `grad_reduce_in_fp32`
 MAIN_PARAMETER = 4  # bytes: float32, beside parameters in half precision
 # Bytes of a parameter with its optimizer state on the host: float32 weight, two moments, gradient.
 ON_THE_HOST = 16
-# Forward, data and weight gradient of 4 products a layer (TE 2.20, module/base.py: initialize_ub).
+# Forward, dgrad, wgrad of a layer's 4 products (TE 2.20, pytorch/module/base.py: initialize_ub).
 NUM_USER_BUFFERS = 12
 # Of a loss by autograd: statistics of the logits, and the merged ones (4 each); the 7 fields of
 # `algorithms.sequence_loss.LossSequence`, and the same again.
