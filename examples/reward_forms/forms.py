@@ -41,7 +41,7 @@ async def judged(data_source, response, ground_truth, extra_info):
     return response.endswith(ground_truth)
 
 
-async def verdicts(function: str, responses: Sequence[str]) -> tuple[list[RewardResult], float]:
+async def results_of(function: str, responses: Sequence[str]) -> tuple[list[RewardResult], float]:
     """Return the results of a function of this module on the responses to one prompt, and the
     seconds."""
     pool = RewardPool(f"{__spec__.name}:{function}", {}, num_workers=1, timeout_s=60.0, memory_limit_mb=2048)
@@ -63,7 +63,7 @@ def main() -> None:
     responses = [RESPONSES[place % len(RESPONSES)] for place in range(number)]
     print(f"{'function':<10}{'responses/s':>12}   scores of {', '.join(map(repr, RESPONSES))}")
     for function in ("plain", "ranked", "batched", "judged"):
-        results, seconds = asyncio.run(verdicts(function, responses))
+        results, seconds = asyncio.run(results_of(function, responses))
         scores = ", ".join(f"{result.score:g}" for result in results[: len(RESPONSES)])
         print(f"{function:<10}{number / seconds:>12.0f}   {scores}")
 

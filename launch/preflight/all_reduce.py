@@ -68,14 +68,14 @@ class AllReduceRanks:
     def count(self) -> int:
         return len(self._ranks)
 
-    def run(self, jobs: Sequence[AllReduceTask], nodes: PreflightNodes) -> float | str:
+    def run(self, tasks: Sequence[AllReduceTask], nodes: PreflightNodes) -> float | str:
         """Return the seconds of the all-reduce, or the error. Ends early if another node failed."""
-        for (_, connection), job in zip(self._ranks, jobs, strict=True):
-            connection.send(job)
-        failed = f"{jobs[0].key}/failed"
-        deadline = time.monotonic() + jobs[0].timeout_s
+        for (_, connection), task in zip(self._ranks, tasks, strict=True):
+            connection.send(task)
+        failed = f"{tasks[0].key}/failed"
+        deadline = time.monotonic() + tasks[0].timeout_s
         answers: dict[int, tuple[float, str] | str] = {}
-        while len(answers) < len(jobs):
+        while len(answers) < len(tasks):
             for index, (process, connection) in enumerate(self._ranks):
                 if index not in answers and (connection.poll(0) or not process.is_alive()):
                     answers[index] = _receive(process, connection)
@@ -86,7 +86,7 @@ class AllReduceRanks:
             if nodes.store.check([failed]):
                 return OTHERS
             if time.monotonic() > deadline:
-                return f"no end within {jobs[0].timeout_s:g} s"
+                return f"no end within {tasks[0].timeout_s:g} s"
             time.sleep(_POLL_S)
         networks = [answer[1] for answer in answers.values() if not isinstance(answer, str)]
         self.network = SOCKETS if SOCKETS in networks else networks[0]
@@ -214,12 +214,12 @@ class _Probe:
 
     def run(self, key: str, members: Sequence[int], ranks: AllReduceRanks) -> float | str:
         first = list(members).index(self._nodes.index) * self._per_node
-        jobs = [
+        tasks = [
             AllReduceTask(key, self._nodes.address, first + i, self.world(members), self._backend, i, self._timeout_s)
             for i in range(self._per_node)
         ]
         try:
-            return ranks.run(jobs, self._nodes)
+            return ranks.run(tasks, self._nodes)
         finally:
             ranks.end()
 

@@ -20,8 +20,6 @@ from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.schema.base import Refused
 from megatron_dapo.config.schema.config import Config
 
-_REWARD_MODEL_KEY = "reward.model.api_key_file"
-
 
 def validate(
     config: Config, model_json: dict[str, Any] | None, check_files: bool = True, num_processes: int | None = None

@@ -262,5 +262,5 @@ def test_requests_in_flight_come_back_when_the_pool_closes():
 def test_the_example_scores_as_its_page_says():
     expected = {"plain": [1, 1, 0, 0], "ranked": [1, 0.5, 0, 0], "batched": [1, 1, 0, 0], "judged": [1, 1, 0, 0]}
     for function, scores in expected.items():
-        results, _ = asyncio.run(forms.verdicts(function, forms.RESPONSES))
+        results, _ = asyncio.run(forms.results_of(function, forms.RESPONSES))
         assert [result.score for result in results] == scores

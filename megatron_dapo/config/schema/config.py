@@ -1,7 +1,7 @@
 """The config tree: every key, its type, default and meaning. These files are the reference manual.
 
 `python -m megatron_dapo config-reference` prints a field's docstring. Types and ranges of single
-keys live here; checks of several keys together live in `checks/config_checks.py`.
+keys live here; checks of several keys together live in `megatron_dapo/checks`.
 """
 
 from typing import Annotated
