@@ -351,13 +351,13 @@ def _transformer_config(
         tp_comm_overlap=megatron.tp_comm_overlap,
         # for dense models too: the default refuses the line above
         moe_token_dispatcher_type="alltoall",
-        # the loss function returns (sum, count); only Megatron divides the gradients (by that
-        # count)
+        # the loss function returns (sum, count); only Megatron divides the gradients, by the global
+        # count
         calculate_per_token_loss=True,
-        # torch.compile makes SwiGLU one kernel forward and one backward, as in Transformer Engine
+        # torch.compile makes SwiGLU one kernel forward and one backward, in Transformer Engine's
+        # layers, too
         bias_activation_fusion=fused and spec.activation == "silu",
-        # without dropout there is little to fuse; Megatron's own attention (masked softmax) is
-        # unused
+        # without dropout there is little to fuse; attention is never Megatron's own masked softmax
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         # asks for apex because of the unused output layer; training/optimizer.py turns it on
