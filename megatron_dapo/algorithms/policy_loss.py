@@ -107,9 +107,7 @@ def policy_loss(
     is_off_policy: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> LossSums:
-    """Return the policy loss of a kind of POLICY_LOSSES, summed: L = sum_t w_t * i_t * l_t.
-
-    It is not averaged.
+    """Return the sum, not the mean, of a loss of POLICY_LOSSES: L = sum_t w_t * i_t * l_t.
 
         dapo: l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),
         r_t = exp(clamp(lp_t - old_t, +-20)); for A_t < 0 additionally min(., -A_t * dual).
