@@ -34,7 +34,7 @@ class ModelSpec:
     qk_norm: bool
     rotary_interleaved: bool = False  # a pair is two neighbours, not one of each half
     output_norms: bool = False  # an RMSNorm of attention's and MLP's output
-    zero_centered_norms: bool = False  # norms multiply by 1 + weight, then round to the model's type
+    zero_centered_norms: bool = False  # norms multiply by 1 + weight, and round thereafter
     product_rounded_norms: bool = False  # norms multiply by the weight, then round once
     embedding_scale: float = 1.0  # factor of embeddings, rounded to the model's type
     # its root divides products of query and key; None for head_dim

@@ -55,8 +55,7 @@ class Row:
     """Rows kept together by a cut. Server ranks in excess of a tensor's units repeat them."""
 
     alias: str | None = None
-    """Megatron name with Transformer Engine, for its fusion of norm and product, or of all
-    experts."""
+    """Megatron name with Transformer Engine's fusion: of norm and product, or of all experts."""
 
     is_stacked: bool = False
     """Whether a tensor is a stack of all experts' tensors of a layer."""

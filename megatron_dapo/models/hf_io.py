@@ -149,7 +149,8 @@ def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | No
 
 
 def _name_as_classifier(config: Path) -> None:
-    """Rename a language model in config.json to a token classifier with one label: a value head."""
+    """Make a language model's config.json a token classifier's of one label: it has a value
+    head."""
     content = json.loads(config.read_text(encoding="utf-8"))
     names = [name.replace(LANGUAGE_MODEL, CLASSIFIERS[0]) for name in content["architectures"]]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -168,11 +169,10 @@ def export_hf(
     replace: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the model as a Hugging Face checkpoint. Collective over all ranks; data-parallel rank 0
-    writes.
+    """Write the model as a Hugging Face checkpoint.
 
-    A rank holds one full tensor at a time. Raises UserError on every rank if one of them could not
-    write.
+    Collective over all ranks; data-parallel rank 0 writes. A rank holds one full tensor at a time.
+    Raises UserError on every rank if one of them could not write.
 
     Args:
         source_path: the checkpoint with config.json and the tokenizer, for copying.

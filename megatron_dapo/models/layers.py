@@ -128,8 +128,7 @@ class PackedAttention(MegatronModule):
         local_rotary: Rotary | None = None,
         **unused,
     ):
-        """rotary: of layers with full attention. local_rotary: of layers with a window; None for
-        the same."""
+        """rotary: of layers with full attention. local_rotary: of windows; None for the same."""
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -247,8 +246,7 @@ class PackedAttention(MegatronModule):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the same with one more key before all others, visible to all queries, with value
-        0.
+        """Return the same with one more key before all others, visible to all queries, of value 0.
 
         Two more dimensions make its product with a query the head's sink, and leave the other
         products as they were. With a single one, half precision would round the sink, divided by
@@ -313,8 +311,10 @@ class Router(TopKRouter):
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def _apply(self, fn, recurse: bool = True) -> "Router":
-        """Move it, and convert all but the bias: Megatron's wrapper for half precision would round
-        it."""
+        """Move it, and convert all but the bias.
+
+        Megatron's wrapper for half precision would round the bias.
+        """
         bias = self.expert_bias.detach() if self.expert_bias is not None else None
         super()._apply(fn, recurse)
         if bias is not None:

@@ -84,7 +84,7 @@ class LogProbHead(torch.nn.Module):
 
     def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int, fused: bool) -> None:
         super().__init__()
-        self.weight = output_layer.weight  # None with the stage's own embedding
+        self.weight = output_layer.weight  # None if tied to the stage's embedding
         self.sequence_parallel = output_layer.sequence_parallel
         # in a tuple: not a submodule, its parameter has one name only
         self._linear = (output_layer,)

@@ -239,7 +239,7 @@ class ChunkAdapters(torch.nn.ModuleList):
     def _describe(self, entry: Entry, key: str, values: Tensor) -> ShardedTensor:
         place, num_places = self._layout.place(of_expert=entry.expert is not None)
         offsets = [] if entry.cut is None else [(entry.cut, place, num_places)]
-        copy = place if entry.cut is None else 0  # the tensor has so many copies
+        copy = place if entry.cut is None else 0  # one copy per place
         return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=(copy, 0, 0))
 
     def _describe_blocks(

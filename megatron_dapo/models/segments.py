@@ -16,7 +16,7 @@ class SegmentsByLength:
     """An order of a row's T tokens, with segments of one length side by side."""
 
     order: Tensor
-    """[P] int64, P >= T: row[order] is sorted; a padded segment repeats its last token at the
+    """[P] int64, P >= T: row[order] is sorted; padding repeats a segment's last token at its
     end."""
     inverse: Tensor
     """[T] int64: sorted[inverse] is the row again."""
@@ -59,6 +59,6 @@ def _length(span: tuple[int, int]) -> int:
 def _padded(length: int) -> int:
     """Return the next multiple of 8 up to 128, of 16 up to 256, and so on.
 
-    At most an eighth more.
+    Above 56, it is at most an eighth more.
     """
     return round_up(length, max(8, 2 ** (length.bit_length() - 4)))
