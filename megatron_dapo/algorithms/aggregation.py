@@ -1,11 +1,12 @@
-"""How token losses become one number: every mode is a weight per token and what is counted."""
+"""The way from token losses to one number: each mode has a weight per token and a count."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-# mode -> (weight of a counted token from its sequence's length and the maximum length, whether sequences are counted)
+# mode -> (weight of a counted token from its sequence's length and the maximum length, whether
+# sequences are counted)
 AGGREGATIONS: dict[str, tuple[Callable[[Tensor, int], Tensor], bool]] = {
     "token-mean": (lambda length, longest: torch.ones_like(length), False),
     "seq-mean-token-sum": (lambda length, longest: torch.ones_like(length), True),
@@ -22,13 +23,15 @@ def token_weights(
     max_response_length: int,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and count: sum(weights * loss) / sum(counts) is the loss of `mode`, however a batch was cut.
+    """Return weights and count; sum(weights * loss) / sum(counts) is the loss of `mode`.
 
-    loss_mask: any shape, non-zero where a token counts. segment_ids: same shape, the sequence of each token, in
-    [0, num_segments). A sequence must lie in one piece of the cut; its length is the number of its counted tokens.
-    Returns weights of the same shape (0 exactly where a token does not count) and the number of counted tokens or of
-    sequences with at least one counted token (int64 scalar). A sequence without counted tokens counts for nothing: no
-    phantom token.
+    Every cut of a batch gives the same loss. loss_mask: any shape, non-zero at counted tokens.
+    segment_ids: same shape, the sequence of each token, in [0, num_segments). A sequence must lie
+    in one piece of the cut; its length is the number of its counted tokens.
+
+    Weights have the same shape, and are exactly 0 at uncounted tokens. The count (int64 scalar) is
+    of counted tokens, or of sequences with at least one. A sequence without counted tokens counts
+    for nothing: no phantom token.
     """
     weight_of, counts_sequences = AGGREGATIONS[mode]
     counted = loss_mask != 0

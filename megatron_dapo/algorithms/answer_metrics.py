@@ -1,4 +1,7 @@
-"""What several answers per prompt say of a model: avg@n, pass@k and maj@n, with intervals over the prompts."""
+"""A model's quality from several answers per prompt: avg@n, pass@k, maj@n, with intervals.
+
+The intervals are over the prompts.
+"""
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,7 +17,7 @@ _RESAMPLED_PROMPTS = 4_000_000  # drawn at once: 32 MB
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts, with its interval; of fewer than two prompts there is none."""
+    """A mean over prompts, with its interval; fewer than two prompts have none."""
 
     value: float
     low: float | None = None
@@ -22,24 +25,26 @@ class Estimate:
 
 
 def pass_ks(num_answers: int) -> list[int]:
-    """Return the k of pass@k that are reported for n answers per prompt: 1, 4, 8, 16 ... below n, and n."""
+    """Return the k of pass@k for n answers per prompt: 1, 4, 8, 16 ... below n, and n."""
     doubled = [4 << power for power in range(num_answers.bit_length()) if 4 << power < num_answers]
     return sorted({1, *doubled, num_answers})
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """Return the chance that at least one of k answers is right, drawn from the n of a prompt without putting back.
+    """Return the chance of a right answer among k, drawn from a prompt's n without putting back.
 
-    1 - C(n - c, k) / C(n, k): without bias for the chance of k new answers.      Chen et al. 2021 (arXiv 2107.03374)
+    1 - C(n - c, k) / C(n, k): without bias for the chance of k new answers. Chen et al. 2021 (arXiv
+    2107.03374).
     """
     return 1.0 - comb(num_answers - num_right, k) / comb(num_answers, k)
 
 
 def majority(votes: Sequence[Hashable | None], right: Sequence[bool]) -> float:
-    """Return how right the answer is that most of a prompt's answers give.
+    """Return the correctness of a prompt's most frequent answer.
 
-    Of answers that are given equally often each counts as much: what a fair draw among them is expected to get. An
-    answer that was called right once and wrong once counts by its share. None votes for nothing; if all do, it is 0.
+    Equally frequent answers count alike: the expected value of a fair draw among them. An answer
+    called right once and wrong once counts by its share. None votes for nothing; with only such
+    votes the result is 0.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     most = max(counts.values(), default=0)
@@ -52,7 +57,8 @@ def majority(votes: Sequence[Hashable | None], right: Sequence[bool]) -> float:
 def scores(votes: Sequence[Hashable | None], right: Sequence[bool]) -> dict[str, float]:
     """Return avg@n, pass@k of every k above 1 and, of several answers, maj@n of one prompt.
 
-    votes: what its n answers say, in a form in which equal answers are equal. right: whether each is right.
+    votes: the content of its n answers, in a form that makes equal answers equal. right: whether
+    each is right.
     """
     num = len(right)
     num_right = sum(map(bool, right))
@@ -61,9 +67,10 @@ def scores(votes: Sequence[Hashable | None], right: Sequence[bool]) -> dict[str,
 
 
 def estimates(rows: Sequence[Mapping[str, float]], seed: int = 0) -> dict[str, Estimate]:
-    """Return the mean of every column with its interval: the bootstrap's, over prompts (percentiles).
+    """Return each column's mean and interval: percentiles of the bootstrap over prompts.
 
-    rows: one per prompt, with the same columns; no rows, no estimates. The same rows and seed give the same intervals.
+    rows: one per prompt, with the same columns; no rows, no estimates. The same rows and seed give
+    the same intervals.
     """
     if not rows:
         return {}
@@ -78,7 +85,7 @@ def estimates(rows: Sequence[Mapping[str, float]], seed: int = 0) -> dict[str, E
 
 
 def _intervals(values_PM: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lower and upper bounds [M] of the means over prompts that are drawn anew, with putting back."""
+    """Return the lower and upper bounds [M] of the means over prompts drawn with putting back."""
     num_prompts = len(values_PM)
     generator = np.random.default_rng(seed)
     chances = np.full(num_prompts, 1.0 / num_prompts)

@@ -1,4 +1,4 @@
-"""The whole loss of the actor: policy loss, entropy bonus, KL loss, and every metric the actor reports."""
+"""The whole loss of the actor: policy loss, entropy bonus, KL loss, and the actor's metrics."""
 
 import functools
 from dataclasses import dataclass, fields, replace
@@ -14,12 +14,13 @@ from megatron_dapo.algorithms.rollout_correction import RatioBounds, token_impor
 
 LOSS = "actor/loss"
 ENTROPY = "actor/entropy"
-ENTROPY_SAMPLED = "actor/entropy_sampled"  # mean of -log p(token): what the entropy is for tokens drawn from the policy
+# Mean of -log p(token), an estimate of the entropy from tokens drawn from the policy.
+ENTROPY_SAMPLED = "actor/entropy_sampled"
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Which terms the loss has, and which metrics are reported."""
+    """The terms of the loss, and the reported metrics."""
 
     clip: Clip = Clip()
     policy_loss: str = "dapo"  # of POLICY_LOSSES
@@ -27,35 +28,37 @@ class LossConfig:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
     entropy_coef: float = 0.0
-    report_entropy: bool = False  # the caller computes the entropy; needed where entropy_coef is not 0
+    report_entropy: bool = False  # from the caller; needed for a non-zero entropy_coef
     report_mismatch: bool = True  # the batch has the server's log-probs
-    report_stale: bool = False  # of tokens of older weights, and of all, as well; with report_mismatch
+    report_stale: bool = False  # also of tokens of older weights, and of all; with report_mismatch
     off_policy: OffPolicy | None = None  # None: all tokens are on-policy
-    # largest weight of importance sampling against the server's log-probs, where the loss computes it (None: it does
-    # not), and IcePop's lower bound (None: truncation): see `RatioBounds`
+    # Bounds of importance sampling against the server's log-probs, computed by the loss: see
+    # `RatioBounds`. Largest weight, or None for no such weights; IcePop's lower bound, or None for
+    # truncation.
     rollout_is_threshold: float | None = None
     rollout_is_threshold_lower: float | None = None
-    bypass_mode: bool = False  # old_log_probs are the server's: what the servers are compared with are the current ones
+    # old_log_probs are the server's; the current log-probs are compared with them
+    bypass_mode: bool = False
 
     @property
     def is_over_sequences(self) -> bool:
-        """Return whether the ratio is one of whole sequences, which needs `TokenBatch.sequence_log_ratio`."""
+        """Return whether the ratio is of whole sequences, from `TokenBatch.sequence_log_ratio`."""
         return self.policy_loss == "gspo"
 
     @property
     def sends_entropy_backward(self) -> bool:
-        """Return whether the loss depends on the entropy, which otherwise is at most reported beside it."""
+        """Return whether the loss depends on the entropy; otherwise it is at most reported."""
         return self.report_entropy and self.entropy_coef != 0.0
 
     @property
     def use_full_kl(self) -> bool:
-        """Return whether the KL loss is the one over the whole vocabulary, which the caller computes."""
+        """Return whether the KL loss is over the whole vocabulary, computed by the caller."""
         return self.use_kl_loss and self.kl_loss_type == FULL_KL
 
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What the model says of the targets, with gradient; any one shape. kl: with use_full_kl."""
+    """The model's outputs for the targets, with gradient; any one shape. kl: with use_full_kl."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -64,35 +67,51 @@ class TokenOutputs:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """What is known of the targets, without gradient; the shape of the outputs, values where weights are 0 are ignored.
+    """The data of the targets, without gradient, in the shape of the outputs.
 
-    weights, count: from `token_weights`. old_log_probs None: one optimizer step per rollout step, the current log-probs
-    are the old ones. ref_log_probs: with use_kl_loss, unless use_full_kl. rollout_log_probs: with report_mismatch or
-    rollout_is_threshold. is_current: where the old policy's own weights wrote the token; elsewhere the server's
-    log-probs are older weights', which says nothing of a mismatch (None = everywhere). is_stale: where older weights
-    wrote it, but it was not replayed; read with report_stale alone (None = nowhere). importance: from
-    `rollout_correction`, what the policy loss of each token is multiplied by (None = 1, or what rollout_is_threshold
-    says). exp_mask: non-zero where a token
-    was replayed, its old log-probs being those of the policy that wrote it; read with off_policy alone (None =
-    nowhere). sequence_log_ratio: with is_over_sequences, the mean of log-prob - old log-prob over the counted tokens of
-    the token's sequence.
+    Values at weights of 0 are ignored.
     """
 
     weights: Tensor
+    """From `token_weights`."""
     count: Tensor
+    """From `token_weights`."""
     advantages: Tensor
     old_log_probs: Tensor | None = None
+    """None with one optimizer step per rollout step: the current log-probs are the old ones."""
     ref_log_probs: Tensor | None = None
+    """With use_kl_loss, unless use_full_kl."""
     rollout_log_probs: Tensor | None = None
+    """With report_mismatch or rollout_is_threshold."""
     is_current: Tensor | None = None
+    """True at tokens written by the old policy's own weights; None for all tokens.
+
+    At other tokens the server's log-probs are older weights', and say nothing of a mismatch.
+    """
     is_stale: Tensor | None = None
+    """True at tokens written by older weights, replayed ones excluded; None for no token.
+
+    Read only with report_stale.
+    """
     importance: Tensor | None = None
+    """From `rollout_correction`: factor of each token's policy loss.
+
+    None for 1, or for the weights by rollout_is_threshold.
+    """
     exp_mask: Tensor | None = None
+    """Non-zero at replayed tokens; None for no token. Read only with off_policy.
+
+    Their old log-probs are of the policy that wrote them.
+    """
     sequence_log_ratio: Tensor | None = None
+    """With is_over_sequences: mean of log-prob - old log-prob over the sequence's counted ones."""
 
     def select(self, index: Tensor | slice) -> "TokenBatch":
-        """Return the tokens at `index` along the first axis, in every field. The count stays: of the pieces of a batch
-        whose sums are added, one alone may bring it (`replace(piece, count=0)` for the others, as a tensor)."""
+        """Return the tokens at `index` along the first axis, in every field.
+
+        The count stays. If the sums of a batch's pieces are added, only one may bring it; use
+        `replace(piece, count=0)` for the others, with a tensor.
+        """
         per_token = (field.name for field in fields(self) if field.name != "count")
         present = {name: values for name in per_token if (values := getattr(self, name)) is not None}
         return replace(self, **{name: values[index] for name, values in present.items()})
@@ -101,12 +120,12 @@ class TokenBatch:
 def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> LossSums:
     """Return sum_t w_t * (policy_t + kl_loss_coef * KL_t - entropy_coef * H_t), with metric sums.
 
-    policy_t: `policy_loss`, times importance_t where there is one, or by rollout_is_threshold what `token_importance`
-    makes of old_t - rollout_t.
+    policy_t: `policy_loss`, times importance_t if given. With rollout_is_threshold, importance_t is
+    `token_importance` of old_t - rollout_t.
 
     Summed, not averaged: Megatron divides by the sum of `batch.count` over micro-batches and ranks
-    (calculate_per_token_loss=True). Everything stays on the device. Where weights are 0 neither values nor NaN leak,
-    and gradients are 0.
+    (calculate_per_token_loss=True). Everything stays on the device. At weights of 0 neither values
+    nor NaN leak, and gradients are 0.
     """
     counted = batch.weights != 0
     log_probs = torch.where(counted, outputs.log_probs, 0)
@@ -170,8 +189,10 @@ def dapo_loss(outputs: TokenOutputs, batch: TokenBatch, config: LossConfig) -> L
 
 @functools.cache
 def metric_names(config: LossConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (names of the sums, names of the maxima) that every `dapo_loss` with this config returns, in order: those
-    of a batch without tokens."""
+    """Return the names (of sums, of maxima) of every `dapo_loss` with this config, in order.
+
+    They come from a batch without tokens.
+    """
     nothing = torch.zeros(0)
     batch = TokenBatch(
         nothing, nothing.sum(), nothing, nothing, nothing, nothing, exp_mask=nothing, sequence_log_ratio=nothing

@@ -10,9 +10,10 @@ EPS = 1e-6  # of the public DAPO recipe
 
 @dataclass(frozen=True)
 class GroupRewards:
-    """The responses of one group, as their estimator sees them. Tensors are [n] float64.
+    """The responses of one group, as its estimator's input. Tensors are [n] float64.
 
-    In float32 the mean of equal rewards would be off by a rounding error, which a small deviation blows up.
+    In float32, the mean of equal rewards would be off by a rounding error, and a small deviation
+    blows it up.
     """
 
     rewards: Tensor
@@ -22,18 +23,18 @@ class GroupRewards:
     num_tokens: Tensor
     """Length of each response, with an environment's tokens; 0 of an empty one."""
     num_counted: Tensor
-    """Tokens of each response that the model wrote."""
+    """Tokens of each response written by the model."""
     baseline: float | None = None
-    """Shaped reward of one greedy response to the prompt, for an estimator that `needs_baseline`."""
+    """Shaped reward of a greedy response to the prompt, for an estimator that `needs_baseline`."""
     normalize_by_std: bool = True
     """`algorithm.norm_adv_by_std_in_grpo`."""
 
 
 def grpo(group: GroupRewards) -> Tensor:
-    """Return A_i = (R_i - mean(R)) / (std(R) + EPS), [n], std unbiased; a group of one has mean 0 and std 1.
+    """Return A_i = (R_i - mean(R)) / (std(R) + EPS), [n], std unbiased.
 
-    GRPO (arXiv 2402.03300) with the conventions of the public DAPO recipe; without normalize_by_std
-    A_i = R_i - mean(R): Dr. GRPO (arXiv 2503.20783).
+    A group of one has mean 0 and std 1. GRPO (arXiv 2402.03300) with the conventions of the public
+    DAPO recipe; without normalize_by_std, A_i = R_i - mean(R): Dr. GRPO (arXiv 2503.20783).
     """
     rewards = group.rewards
     alone = rewards.numel() == 1
@@ -45,9 +46,9 @@ def grpo(group: GroupRewards) -> Tensor:
 
 
 def rloo(group: GroupRewards) -> Tensor:
-    """Return A_i = R_i - mean of the others = n / (n - 1) * (R_i - mean(R)), [n] (RLOO, arXiv 2402.14740).
+    """Return A_i = R_i - mean of the others = n / (n - 1) * (R_i - mean(R)), [n].
 
-    A group of one has no others: its advantage is its reward.
+    A group of one has no others: its advantage is its reward. RLOO (arXiv 2402.14740).
     """
     rewards, num = group.rewards, group.rewards.numel()
     return rewards if num == 1 else (rewards - rewards.mean()) * (num / (num - 1))

@@ -1,4 +1,7 @@
-"""Advantages of tokens: generalized advantage estimation over sequences and episodes, as one linear recurrence."""
+"""Advantages of tokens: generalized advantage estimation over sequences and episodes.
+
+It is one linear recurrence.
+"""
 
 from typing import NamedTuple
 
@@ -16,18 +19,25 @@ def gae(
     done: Tensor | None = None,
     last_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns) of arXiv 1506.02438, time along the last axis, every other axis a sequence of its
-    own.
+    """Return (advantages, returns) of arXiv 1506.02438 along the last axis, the axis of time.
 
-    delta_t = r_t + gamma * (1 - done_t) * V_next - V_t,  A_t = delta_t + gamma * lam * (1 - done_t) * A_next,
-    returns = A + V,  where "next" is the next step that counts.
+    Every index of the other axes is a sequence of its own. In the formulas, "next" is the next
+    counted step:
 
-    rewards, values: [..., T], of one dtype, which is the results' too: pass float64 where digits matter.
-    mask [..., T], non-zero where a step counts (None = everywhere): others (an environment's tokens inside a
-    trajectory, padding) are skipped, as if the sequence did not have them. Their rewards, values and done are not read,
-    NaN or not, and both results are 0 there. A sequence's reward must therefore lie on a step that counts.
-    done [..., T], non-zero where step t ended an episode (None = nowhere): nothing after it is seen.
-    last_value [...]: V of the state after the last step, where its episode goes on (None = 0: the end).
+        delta_t = r_t + gamma * (1 - done_t) * V_next - V_t
+        A_t = delta_t + gamma * lam * (1 - done_t) * A_next
+        returns = A + V
+
+    Args:
+        rewards, values: [..., T], of one dtype, the results' too: pass float64 if digits matter.
+        mask: [..., T], non-zero at counted steps; None for all. Other steps (an environment's
+            tokens inside a trajectory, padding) are skipped, as if absent from the sequence. Their
+            rewards, values and done are not read, NaN or not, and both results are 0 there. So a
+            sequence's reward must lie on a counted step.
+        done: [..., T], non-zero at the end of an episode, which sees nothing after it; None for no
+            end.
+        last_value: [...], V of the state after the last step of an unfinished episode; None for 0,
+            the end.
     """
     counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask != 0
     rewards = torch.where(counted, rewards, 0)
@@ -45,15 +55,15 @@ def gae(
 
 
 class TokenRewards(NamedTuple):
-    """The tokens of a micro-batch, as their estimator sees them. Tensors are [..., T].
+    """The tokens of a micro-batch, as their estimator's input. Tensors are [..., T].
 
     A row may hold several responses, one after another.
     """
 
     rewards: Tensor
-    """Float64: the shaped reward at the response's last counted token, minus a KL penalty in the reward."""
+    """Float64: the shaped reward at the response's last counted token, minus a KL penalty."""
     counted: Tensor
-    """True where the model wrote the token and it has a loss."""
+    """True at the model's own tokens with a loss."""
     is_end: Tensor
     """True at the last counted token of each response."""
     values: Tensor | None
@@ -76,15 +86,19 @@ def critic_advantages(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
 
 
 def discounted_returns(tokens: TokenRewards) -> tuple[Tensor, Tensor]:
-    """Return (advantages before whitening, returns) by REINFORCE++ (arXiv 2501.03262): GAE without a critic, lam 1."""
+    """Return (advantages before whitening, returns) by REINFORCE++ (arXiv 2501.03262).
+
+    It is GAE without a critic, lam 1.
+    """
     values = torch.zeros_like(tokens.rewards)
     return gae(tokens.rewards, values, gamma=tokens.gamma, lam=1.0, mask=tokens.counted, done=tokens.is_end)
 
 
 def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
-    """Return a bool tensor, true at the last counted token of each segment; a segment without any has none.
+    """Return a bool tensor, true at the last counted token of each segment, if it has any.
 
-    counted (bool), segment_ids (in [0, num_segments)): of one shape, segments whole and in order within it.
+    counted (bool), segment_ids (in [0, num_segments)): of one shape, segments whole and in order
+    within it.
     """
     flat = counted.reshape(-1)
     places = torch.arange(counted.numel(), device=counted.device)
@@ -94,9 +108,10 @@ def last_counted(counted: Tensor, segment_ids: Tensor, num_segments: int) -> Ten
 
 
 def _backward_recurrence(terms: Tensor, factors: Tensor, last: Tensor) -> Tensor:
-    """Return x_t = terms_t + factors_t * x_(t+1) for all t of [..., T], with x_T = last [...]; factors in [0, 1].
+    """Return x_t = terms_t + factors_t * x_(t+1) for all t of [..., T], with x_T = last [...].
 
-    By doubling: after k rounds a step has seen the 2^k steps from itself on, so that log2(T) vector operations do.
+    factors: in [0, 1]. By doubling: after k rounds a step has seen the 2^k steps from itself on, so
+    that log2(T) vector operations do.
     """
     num_steps = terms.size(-1)
     x = torch.cat([terms, last.unsqueeze(-1)], dim=-1)

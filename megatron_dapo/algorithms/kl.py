@@ -19,15 +19,19 @@ KL_PENALTIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-# beside the estimators: sum_v p(v) (log p(v) - log q(v)) over the whole vocabulary, which the log-prob head computes
+# Beside the estimators: sum_v p(v) (log p(v) - log q(v)) over the whole vocabulary, computed by the
+# log-prob head.
 FULL_KL = "full"
 
 
 def kl_penalty(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Estimate the KL per token, for tokens drawn from the actor; shapes equal, gradient through both arguments.
+    """Estimate the KL per token, for tokens drawn from the actor.
 
-    kl: k1 = lp - ref. abs: |k1|. mse: k2 = k1^2 / 2. low_var_kl: k3 = exp(-k1) - 1 + k1, with k1 clamped to +-20 and
-    k3 to +-10. As a loss, k1 has a gradient of expectation 0: it belongs into the reward, k2 and k3 into the loss.
+    kl: k1 = lp - ref. abs: |k1|. mse: k2 = k1^2 / 2. low_var_kl: k3 = exp(-k1) - 1 + k1, with k1
+    clamped to +-20 and k3 to +-10. Shapes are equal; gradient flows through both arguments.
+
+    As a loss, k1 has a gradient of expectation 0: it belongs into the reward, k2 and k3 into the
+    loss.
     """
     return KL_PENALTIES[kind](log_probs, ref_log_probs)
 
@@ -57,7 +61,7 @@ class AdaptiveKLController(FixedKLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Adapt the coefficient after a step whose num_samples responses had the mean KL current_kl."""
+        """Adapt the coefficient after a step of num_samples responses, of mean KL current_kl."""
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
 

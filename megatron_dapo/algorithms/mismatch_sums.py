@@ -1,4 +1,4 @@
-"""How far the server's log-probs are from the trainer's for the same tokens."""
+"""The distance of the server's log-probs from the trainer's for the same tokens."""
 
 from torch import Tensor
 
@@ -11,14 +11,18 @@ MEAN_MISMATCH_ALL = "actor/rollout_abs_diff_all"  # of older weights' tokens as 
 def mismatch_sums(
     trainer_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, stale: Tensor | None = None
 ) -> tuple[Sums, Maxima]:
-    """Return metric sums of d = trainer - rollout over the counted tokens, which the server drew.
+    """Return metric sums of d = trainer - rollout over the counted tokens, drawn by the server.
 
-    rollout_kl: k1 = -d; rollout_k3 = exp(d) - 1 - d (both estimate KL(server || trainer)); rollout_abs_diff = |d|, and
-    its largest; rollout_ess (made by `finalize`): mean(w)^2 / mean(w^2) of w = exp(d), the effective share of tokens.
-    stale: tokens that older weights wrote, none of them counted; of these kl, k3 and ess under names that end in
-    _stale, and of both together rollout_ess_all. In exp, d is clamped to +-20. All shapes equal; no gradient.
+    rollout_kl: k1 = -d. rollout_k3: exp(d) - 1 - d. Both estimate KL(server || trainer).
+    rollout_abs_diff: |d|, and its largest. rollout_ess (made by `finalize`): mean(w)^2 / mean(w^2)
+    of w = exp(d), the effective share of tokens.
+
+    stale: tokens written by older weights, none of them counted. Their kl, k3 and ess have names
+    with the ending _stale; rollout_ess_all is of both together. In exp, d is clamped to +-20. All
+    shapes equal; no gradient.
     """
-    diff = (trainer_log_probs - rollout_log_probs).detach().double()  # k3 of 1e-5 loses its digits in float32
+    # k3 of 1e-5 loses its digits in float32
+    diff = (trainer_log_probs - rollout_log_probs).detach().double()
     clamped = diff.clamp(-20.0, 20.0)
     weight = clamped.exp()
     sums = {

@@ -15,27 +15,24 @@ EXP_MASK_RATIO = "exp_mask_ratio"
 
 @dataclass(frozen=True)
 class Clip:
-    """Ratios are clipped to [1 - low, 1 + high]. dual (> 1): largest ratio that counts for a negative advantage."""
+    """Ratios are clipped to [1 - low, 1 + high]."""
 
     low: float = 0.2
     high: float = 0.28
-    dual: float | None = None
+    dual: float | None = None  # above 1: largest ratio counted for a negative advantage
 
 
 @dataclass(frozen=True)
 class OffPolicy:
-    """Replayed tokens have a loss of their own; their old log-probs are those of the policy that wrote them.
+    """The loss of replayed tokens. Their old log-probs are of the policy that wrote them."""
 
-    mode: of OFF_POLICY_LOSSES. beta: of exgrpo_policy_shaping. clip_high: of dapo_clip_higher; None = the clip's own.
-    """
-
-    mode: str = "exgrpo_policy_shaping"
-    beta: float = 0.1
-    clip_high: float | None = None
+    mode: str = "exgrpo_policy_shaping"  # of OFF_POLICY_LOSSES
+    beta: float = 0.1  # of exgrpo_policy_shaping
+    clip_high: float | None = None  # of dapo_clip_higher; None for the clip's own
 
 
 class LossSums(NamedTuple):
-    """A loss that is summed, not averaged (with gradient), and metric sums (without)."""
+    """A summed, not averaged loss (with gradient), and metric sums (without)."""
 
     loss_sum: Tensor
     sums: Sums
@@ -43,7 +40,7 @@ class LossSums(NamedTuple):
 
 
 class _Losses(NamedTuple):
-    """Losses before weights, and where the ratio is cut above, cut below, and by the dual clip."""
+    """Losses before weights; the places of ratios cut above, cut below, and by the dual clip."""
 
     losses: Tensor
     is_above: Tensor
@@ -52,7 +49,7 @@ class _Losses(NamedTuple):
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
-    """Return losses before weights, and where the dual clip acts."""
+    """Return losses before weights, and the places of the dual clip."""
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1.0 - clip.low, 1.0 + clip.high))
     too_bad = (advantages < 0) & (ratio > (torch.inf if clip.dual is None else clip.dual))
     if clip.dual is not None:
@@ -81,7 +78,7 @@ POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], _Losses]] = {
 
 
 def _shaped(ratio: Tensor, advantages: Tensor, clip: Clip, off_policy: OffPolicy) -> Tensor:
-    # r / (r + beta), written so that its derivative keeps its digits in float32 where r is large
+    # r / (r + beta), in a form that keeps the derivative's digits in float32 for large r
     return -advantages / (1.0 + off_policy.beta / ratio)
 
 
@@ -110,24 +107,34 @@ def policy_loss(
     is_off_policy: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> LossSums:
-    """Return the policy loss of a kind of POLICY_LOSSES, summed, not averaged: L = sum_t w_t * i_t * l_t.
+    """Return the sum, not the mean, of a loss of POLICY_LOSSES: L = sum_t w_t * i_t * l_t.
 
-    dapo: l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),  r_t = exp(clamp(lp_t - old_t, +-20));
-    for A_t < 0 additionally min(., -A_t * dual).     DAPO (arXiv 2503.14476) eq. 8; dual clip arXiv 1912.09729.
-    cispo: l_t = -clip(r_t, 1 - low, 1 + high) A_t lp_t, the clipped ratio without gradient; no dual clip.
-    MiniMax-M1 (arXiv 2506.13585), section 3.1.
-    gspo: that of dapo with s_t = exp(clamp(sequence_log_ratio_t, +-20)) in place of r_t, which has the gradient of lp_t
-    (GSPO-token, arXiv 2507.18071, section 4.3: the gradient of GSPO where A_t and w_t are the same in a sequence).
-    With off_policy, tokens where is_off_policy have another loss in its place: exgrpo_policy_shaping -A r / (r + beta)
-    (arXiv 2510.02245); dapo_clip_higher the same as above, with an upper bound of its own.
+        dapo: l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),
+        r_t = exp(clamp(lp_t - old_t, +-20)); for A_t < 0 additionally min(., -A_t * dual).
+        DAPO (arXiv 2503.14476) eq. 8; dual clip arXiv 1912.09729.
 
-    log_probs, old_log_probs, advantages, weights: any one shape, float32 (or float64). weights and count come from
-    `token_weights`; weights are 0 exactly where a token does not count, and there neither values nor NaN leak and the
-    gradient is 0. sequence_log_ratio: with gspo, the mean of lp - old over the counted tokens of the token's sequence,
-    without gradient. is_off_policy: bool, None = nowhere. importance i_t: without gradient, finite everywhere, None =
-    1. Outside the clamp the gradient is 0, except with cispo, where every token keeps its gradient. Gradient flows
-    through log_probs alone.
-    Metrics: pg_loss per `count`, everything else per counted token: see docs/loss.md.
+        cispo: l_t = -clip(r_t, 1 - low, 1 + high) A_t lp_t, the clipped ratio without gradient.
+        No dual clip. MiniMax-M1 (arXiv 2506.13585), section 3.1.
+
+        gspo: as dapo, with s_t = exp(clamp(sequence_log_ratio_t, +-20)) in place of r_t.
+        It has the gradient of lp_t. GSPO-token, arXiv 2507.18071, section 4.3: the gradient of
+        GSPO if A_t and w_t are the same in a sequence.
+
+    With off_policy, tokens with is_off_policy have another loss. exgrpo_policy_shaping: -A r / (r +
+    beta) (arXiv 2510.02245). dapo_clip_higher: as dapo, with an upper bound of its own.
+
+    Args:
+        log_probs, old_log_probs, advantages: any one shape, float32 (or float64).
+        weights, count: from `token_weights`. At weights of 0, exactly the uncounted tokens, neither
+            values nor NaN leak and the gradient is 0.
+        sequence_log_ratio: with gspo, the mean of lp - old over the counted tokens of the token's
+            sequence, without gradient.
+        is_off_policy: bool; None for no token.
+        importance: i_t, without gradient, finite everywhere; None for 1.
+
+    Gradient flows through log_probs only. Outside the clamp it is 0, except with cispo: there every
+    token keeps its gradient. Metrics: pg_loss per `count`, everything else per counted token: see
+    docs/loss.md.
     """
     counted = weights != 0
     log_probs = torch.where(counted, log_probs, 0)

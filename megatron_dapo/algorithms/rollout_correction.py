@@ -1,7 +1,8 @@
-"""How the tokens of a batch are weighed that not exactly the old policy wrote: importance weights and rejection.
+"""Importance weights and rejection for tokens not written exactly by the old policy.
 
-mu: the server's log-prob of a token, by whichever weights wrote it. old: the trainer's before the update. Both differ
-because servers round otherwise, and because tokens may be some weight versions old. d = old - mu within +-20.
+mu: the server's log-prob of a token, by any weights. old: the trainer's before the update. They
+differ because servers round otherwise, and because tokens may be some weight versions old. d = old
+- mu within +-20.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,11 @@ LARGEST_LOG_RATIO = 20.0
 
 
 class RatioBounds(NamedTuple):
-    """What becomes of a ratio that is out of bounds. Without `low` one above `high` becomes `high` (truncation); with
-    `low` one outside [low, high] becomes 0 (IcePop, arXiv 2510.18855)."""
+    """Bounds of a ratio.
+
+    Without `low`, a ratio above `high` becomes `high` (truncation). With `low`, a ratio outside
+    [low, high] becomes 0 (IcePop, arXiv 2510.18855).
+    """
 
     low: float | None
     high: float
@@ -26,17 +30,15 @@ class RatioBounds(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """What a step computes of the old log-probs and the server's.
+    """A step's computation from the old log-probs and the server's."""
 
-    rollout_is: of LOG_RATIOS, or "none". rollout_rs: of REJECTIONS, or "none"; what it looks at must lie in
-    rollout_rs_bounds (low None: no lower bound). token_veto: a sequence with a token of a smaller ratio is rejected.
-    """
-
-    rollout_is: str = "none"
+    rollout_is: str = "none"  # of LOG_RATIOS, or "none"
     rollout_is_bounds: RatioBounds = RatioBounds(None, 2.0)
-    rollout_rs: str = "none"
+    rollout_rs: str = "none"  # of REJECTIONS, or "none"
     rollout_rs_bounds: RatioBounds = RatioBounds(None, torch.inf)
+    """Bounds of the number looked at; low None: no lower bound."""
     token_veto: float | None = None
+    """A sequence with a token of a smaller ratio is rejected."""
 
     @property
     def rejects(self) -> bool:
@@ -45,8 +47,11 @@ class RolloutCorrection:
 
 
 class Segments:
-    """Sums over the counted tokens of each sequence. Nothing is read back from the device, and no order of additions
-    changes from run to run, as that of a scatter would on a GPU."""
+    """Sums over the counted tokens of each sequence.
+
+    Nothing is read back from the device. No order of additions changes from run to run, unlike a
+    scatter's on a GPU.
+    """
 
     def __init__(self, counted: Tensor, segment_ids: Tensor, num_segments: int) -> None:
         self._counted = counted
@@ -57,7 +62,8 @@ class Segments:
         self.lengths = self.sum(torch.ones_like(counted, dtype=torch.float64))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return [num_segments] float64: sums of values, of the shape of the tokens, where they count."""
+        """Return [num_segments] float64: sums over counted tokens of values, of the tokens'
+        shape."""
         flat = torch.where(self._counted, values, 0).double().reshape(-1)
         return torch.segment_reduce(flat, "sum", lengths=self._widths, unsafe=True)
 
@@ -75,7 +81,7 @@ LOG_RATIOS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "token": lambda diff, segments: diff,
     "sequence": lambda diff, segments: segments.spread(segments.sum(diff)),
 }
-# rollout_rs -> what is looked at, of each token: a ratio (k1), or an estimate of a KL (k3)
+# rollout_rs -> number looked at, of each token: a ratio (k1), or an estimate of a KL (k3)
 REJECTIONS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "token_k1": lambda diff, segments: diff.exp(),
     "seq_mean_k1": lambda diff, segments: segments.spread(segments.mean(diff).exp()),
@@ -84,7 +90,7 @@ REJECTIONS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
 
 
 class Corrected(NamedTuple):
-    """importance: what the policy loss of each token is multiplied by, without gradient; 0 where it is rejected."""
+    """importance: factor of each token's policy loss, without gradient; 0 for a rejected token."""
 
     importance: Tensor
     sums: Sums
@@ -100,18 +106,25 @@ def rollout_correction(
 ) -> Corrected:
     """Return importance_t = keep_t * weight_t of every token, and metric sums.
 
-    weight_t, rollout_is token: bounded(exp d_t); sequence: bounded(exp clamp(sum d, +-20)) over the counted tokens of
-    the sequence; none: 1.      Truncated: https://fengyao.notion.site/off-policy-rl, of sequences https://richardli.xyz/rl-collapse-2.
-    keep_t, rollout_rs token_k1: low <= exp d_t <= high; seq_mean_k1: low <= exp mean(d) <= high, the geometric mean of
-    the sequence's ratios; seq_mean_k3: mean(exp d - 1 - d) <= high. Further, with token_veto, exp d >= token_veto for
-    every token of the sequence.                            (arXiv 2512.23075; https://richardli.xyz/rl-collapse-3)
+    weight_t, by rollout_is:
+        token: bounded(exp d_t). Truncated: https://fengyao.notion.site/off-policy-rl.
+        sequence: bounded(exp clamp(sum d, +-20)) over the counted tokens of the sequence.
+            https://richardli.xyz/rl-collapse-2.
+        none: 1.
 
-    The count that the loss is divided by stays that of all tokens: were it smaller, rejection would make the steps of
-    those that are left larger.
+    keep_t, by rollout_rs (arXiv 2512.23075; https://richardli.xyz/rl-collapse-3):
+        token_k1: low <= exp d_t <= high.
+        seq_mean_k1: low <= exp mean(d) <= high, the geometric mean of the sequence's ratios.
+        seq_mean_k3: mean(exp d - 1 - d) <= high.
 
-    All tensors have one shape; what stands where loss_mask is 0 is ignored, even NaN, and has importance 1. segment_ids
-    ascend from 0 in the tensors' order, one per sequence; sequences lie whole in the tensors. Computed in float64, the
-    result has the dtype of old_log_probs.
+    Further, with token_veto, exp d >= token_veto for every token of the sequence.
+
+    The loss's count stays the number of all tokens. If it were smaller, rejection would enlarge the
+    steps of the remaining tokens.
+
+    All tensors have one shape. Values at a loss_mask of 0 are ignored, even NaN, and have
+    importance 1. segment_ids ascend from 0 in the tensors' order, one per sequence; sequences lie
+    whole in the tensors. Computed in float64, the result has the dtype of old_log_probs.
     """
     counted = loss_mask != 0
     diff = log_difference(old_log_probs.double(), rollout_log_probs.double(), counted)
@@ -131,21 +144,23 @@ def rollout_correction(
 def token_importance(
     old_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor, bounds: RatioBounds
 ) -> tuple[Tensor, Sums]:
-    """Return weight_t of `rollout_is: token` and its metric sums where the loss itself computes them: with one
-    optimizer step per rollout step, where the current log-probs are the old ones. Where a token does not count, d is 0.
+    """Return weight_t of `rollout_is: token` and its metric sums, for the loss itself.
+
+    The loss computes them with one optimizer step per rollout step: the current log-probs are the
+    old ones. For an uncounted token, d is 0.
     """
     diff = log_difference(old_log_probs, rollout_log_probs, counted)
     return bounded(diff.exp(), counted, bounds)
 
 
 def log_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor) -> Tensor:
-    """Return d, without gradient; 0 where a token does not count."""
+    """Return d, without gradient; 0 for an uncounted token."""
     diff = torch.where(counted, old_log_probs, 0) - torch.where(counted, rollout_log_probs, 0)
     return diff.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def bounded(ratio: Tensor, counted: Tensor, bounds: RatioBounds) -> tuple[Tensor, Sums]:
-    """Return the ratio within the bounds, and the sums of its mean and of the share of tokens where it was not."""
+    """Return the ratio within the bounds, and two sums: its mean, the share of tokens outside."""
     low, high = bounds
     if low is None:
         is_outside = ratio > high
@@ -160,8 +175,10 @@ def bounded(ratio: Tensor, counted: Tensor, bounds: RatioBounds) -> tuple[Tensor
 
 
 def _kept(diff: Tensor, counted: Tensor, segments: Segments, config: RolloutCorrection) -> tuple[Tensor, Sums]:
-    """Return which tokens are not rejected, and the sums of the shares of those that are, and of the sequences of which
-    nothing is left."""
+    """Return the mask of kept tokens, and sums of two shares: rejected tokens and lost sequences.
+
+    A lost sequence has no kept token.
+    """
     keep = torch.ones_like(counted)
     if config.rollout_rs != "none":
         looked_at = REJECTIONS[config.rollout_rs](diff, segments)

@@ -1,4 +1,4 @@
-"""What a loss of the user's own (`actor_rollout_ref.actor.loss_function`) is given, and what it returns."""
+"""A loss of the user's own (`actor_rollout_ref.actor.loss_function`): its inputs and its answer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,40 +12,50 @@ from megatron_dapo.common.import_path import import_attribute
 
 @dataclass(frozen=True, eq=False)
 class LossSequence:
-    """The tokens of one response, from the first that the model wrote to the last; every field is [T] float32.
+    """The tokens of one response, from the model's first to its last; every field is [T] float32.
 
-    log_probs: of the policy as it is, with gradient; 0 where the mask is 0. All other fields are without gradient.
-    old_log_probs: of the policy before the update. With one optimizer step per rollout step those of the policy as it
-    is. rollout_log_probs: by the server that sampled the token. ref_log_probs: of the reference model, None where there
-    is none. advantages: the same for every token, but with an estimator per token. mask: 1 where the model wrote the
-    token, 0 for an environment's tokens between its turns. entropy: of the policy's distribution over the vocabulary,
-    with gradient, where `actor.calculate_entropy` is true; else None.
+    Only log_probs and entropy have a gradient.
     """
 
     log_probs: Tensor
+    """Of the current policy; 0 at a mask of 0."""
     old_log_probs: Tensor
+    """Of the policy before the update.
+
+    With one optimizer step per rollout step, of the current policy.
+    """
     rollout_log_probs: Tensor
+    """By the server that sampled the token."""
     ref_log_probs: Tensor | None
+    """Of the reference model; None without one."""
     advantages: Tensor
+    """The same for every token, except with an estimator per token."""
     mask: Tensor
+    """1 for the model's tokens, 0 for an environment's between its turns."""
     entropy: Tensor | None = None
+    """Of the policy over the vocabulary, with `actor.calculate_entropy`; else None."""
 
 
 SequenceLossAnswer = tuple[Tensor, Tensor | float, Mapping[str, tuple[Tensor | float, Tensor | float]]]
 """(summed loss, with gradient; count; metrics: name -> (sum, count)).
 
-What is minimised is the sum of all losses over the sum of all counts, over micro-batches and ranks: so that nothing
-depends on how a mini-batch was cut, neither may be divided by numbers of a micro-batch.
+The minimum is sought of the sum of all losses over the sum of all counts, over micro-batches and
+ranks. Neither may be divided by numbers of a micro-batch, so that nothing depends on the cut of a
+mini-batch.
 """
 
 SequenceLossFunction = Callable[[Sequence[LossSequence]], SequenceLossAnswer]
-"""Called once per micro-batch on every rank of the last pipeline stage, with the sequences that have tokens to learn
-from; at least one. Sequences lie whole in a micro-batch."""
+"""Called once per micro-batch on every rank of the last pipeline stage.
+
+It gets the sequences with tokens to learn from, at least one. Sequences lie whole in a micro-batch.
+"""
 
 
 def load_loss_function(key: str, path: str) -> SequenceLossFunction:
-    """Import `package.module:function`, which a config key names. Raises UserError with one sentence where it is
-    none."""
+    """Import `package.module:function`, the value of a config key.
+
+    Raises UserError with one sentence if it is none.
+    """
     function = import_attribute(key, path, "package.module:function")
     if not callable(function):
         raise UserError(f"{key}: {path!r} is no function but {type(function).__name__}.")
@@ -53,8 +63,10 @@ def load_loss_function(key: str, path: str) -> SequenceLossFunction:
 
 
 def checked_answer(key: str, answer: Any) -> SequenceLossAnswer:
-    """Return what the function that a config key names answered. Raises UserError where it is not what was asked for;
-    reads nothing back from the device."""
+    """Return the answer of a config key's function. Raises UserError for an answer of another form.
+
+    Reads nothing back from the device.
+    """
     if isinstance(answer, tuple) and len(answer) == 3:
         loss_sum, number, metrics = answer
         pairs = list(metrics.values()) if isinstance(metrics, dict) else [None]

@@ -27,13 +27,18 @@ def value_loss(
 ) -> LossSums:
     """Return the clipped value loss, summed, not averaged.
 
-    L = sum_t w_t * max(l(V_t, R_t), l(clamp(V_t, V_old - clip, V_old + clip), R_t)); l is l2 (V - R)^2, or huber
-    0.5 (V - R)^2 where |V - R| < 1 and |V - R| - 0.5 beyond, in both branches. clip None: l(V_t, R_t) alone. l2 has no
-    factor 1/2: the caller's coefficient is the only one. PPO's value clipping: arXiv 2005.12729.
+        L = sum_t w_t * max(l(V_t, R_t), l(clamp(V_t, V_old - clip, V_old + clip), R_t))
 
-    All of one shape; weights and count from `token_weights` (all ones and the number of steps: their sum). Where
-    weights are 0 neither values nor NaN leak, and gradients are 0. Gradient flows through values alone.
-    Sums: vf_loss per `count`; vf_clipfrac (where the clipped branch is the larger) and value_mean per counted token.
+    In both branches l is l2, (V - R)^2, or huber. Huber is 0.5 (V - R)^2 for |V - R| < 1, and |V -
+    R| - 0.5 beyond. clip None: only l(V_t, R_t). l2 has no factor 1/2: the caller's coefficient is
+    the only one. PPO's value clipping: arXiv 2005.12729.
+
+    All of one shape; weights and count from `token_weights` (all ones and the number of steps:
+    their sum). At weights of 0 neither values nor NaN leak, and gradients are 0. Gradient flows
+    through values only.
+
+    Sums: vf_loss per `count`; vf_clipfrac (tokens with the clipped branch larger) and value_mean
+    per counted token.
     """
     counted = weights != 0
     values = torch.where(counted, values, 0)
@@ -55,8 +60,11 @@ def value_loss(
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
-    """Return what `finalize` makes critic/explained_variance = 1 - Var(R - V) / Var(R) of (0 where all returns are
-    equal), and the mean return. values: before the update, without gradient; all of one shape, counted: bool."""
+    """Return the sums for the mean return, and for critic/explained_variance by `finalize`.
+
+    It is 1 - Var(R - V) / Var(R), or 0 if all returns are equal. values: before the update, without
+    gradient; all of one shape, counted: bool.
+    """
     residual = (returns - values).double()
     returns = returns.double()
     return {

@@ -1,1 +1,1 @@
-"""What a Hugging Face config.json says of a model; needs neither torch nor Megatron."""
+"""Models by their Hugging Face config.json; needs neither torch nor Megatron."""

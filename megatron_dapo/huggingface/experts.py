@@ -1,35 +1,32 @@
-"""Reads the mixture of experts from a Hugging Face config.json; says by name what is not supported."""
+"""Reads the mixture of experts from a Hugging Face config.json; names everything unsupported."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 SHARED_MOE_SIZES = ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "intermediate_size")
-"""Fields that only a mixture with shared experts has, or reads: whole numbers above 0."""
+"""Further fields of a mixture with shared experts: whole numbers above 0."""
 
 
 @dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts (MoE) in the place of the layers' MLP.
 
-    norm_topk_prob: the weights of a token's experts are divided by their sum. num_dense_layers: the first layers have
-    an MLP, of width dense_ffn_size. shared_ffn_size: width of the experts that every token passes through, together.
-
-    score: what the router makes of its logits. A sigmoid router adds a bias per expert to the scores by which it
-    chooses, not to the weights (aux-loss-free balancing, arXiv 2408.15664), and multiplies the weights by
-    scaling_factor. Of num_groups groups of experts it takes those of the groups_per_token with the largest scores
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    A sigmoid router adds a bias per expert to its scores for the choice, not to the weights
+    (aux-loss-free balancing, arXiv 2408.15664). Its groups of experts are DeepSeek-V3's (arXiv
+    2412.19437, section 2.1.2).
     """
 
     num_experts: int
     experts_per_token: int
     norm_topk_prob: bool
-    num_dense_layers: int = 0
-    dense_ffn_size: int = 0
-    shared_ffn_size: int = 0
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    groups_per_token: int = 1
+    """Whether the weights of a token's experts are divided by their sum."""
+    num_dense_layers: int = 0  # first layers, with an MLP
+    dense_ffn_size: int = 0  # width of that MLP
+    shared_ffn_size: int = 0  # width of the shared experts together, every token's
+    score: Literal["softmax", "sigmoid"] = "softmax"  # function of the router's logits
+    scaling_factor: float = 1.0  # of a sigmoid router's weights
+    num_groups: int = 1  # a sigmoid router's groups of experts
+    groups_per_token: int = 1  # chosen by the largest scores
 
     @property
     def has_bias(self) -> bool:
@@ -38,7 +35,7 @@ class MoEConfig:
 
     @property
     def bytes_per_choice(self) -> int:
-        """Return how many bytes hold the number of an expert."""
+        """Return the bytes for the number of an expert."""
         return 1 if self.num_experts <= 256 else 2
 
 
@@ -46,14 +43,18 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def num_experts_of(hf: dict) -> Any:
-    """Return the number of experts in a parsed config.json, whatever its type; none where there is none. Versions of
-    transformers, and families, write it under different names."""
+    """Return the number of experts in a parsed config.json, of any type; None without one.
+
+    Versions of transformers, and families, write it under different names.
+    """
     return next((hf[key] for key in _EXPERTS if hf.get(key) is not None), None)
 
 
 def read_experts(hf: dict, source: str, has_shared_experts: bool) -> tuple[MoEConfig | None, list[str]]:
-    """Return the experts, and what is wrong there. The types are checked already. has_shared_experts: as in
-    `family.Family`."""
+    """Return the experts, and the faults found. The types are checked already.
+
+    has_shared_experts: as in `family.Family`.
+    """
     num_experts: int | None = num_experts_of(hf)
     per_token: int | None = hf.get("num_experts_per_tok")
     norm = bool(hf.get("norm_topk_prob"))
@@ -73,7 +74,7 @@ def read_experts(hf: dict, source: str, has_shared_experts: bool) -> tuple[MoECo
 
 
 def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoEConfig | None, list[str]]:
-    """Return the mixture with its dense layers, its shared experts and its router, and what is wrong there."""
+    """Return the mixture with dense layers, shared experts and router, and the faults found."""
     fields = (*SHARED_MOE_SIZES[1:], "first_k_dense_replace", "routed_scaling_factor")
     if problems := [f"{source}: `{key}` is missing" for key in fields if hf.get(key) is None]:
         return None, problems
@@ -86,7 +87,8 @@ def _moe_with_shared_experts(hf: dict, source: str, moe: MoEConfig) -> tuple[MoE
             "a group is scored by its best two experts"
         )
     elif groups > 1 and 2 * taken != moe.experts_per_token:
-        problems.append(  # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
+        # Megatron-core scores a group by its num_experts_per_tok / topk_group best experts
+        problems.append(
             f"{source}: `topk_group: {taken}` is not supported with num_experts_per_tok {moe.experts_per_token}: a "
             f"group is scored by its best two experts, so it must be half of it"
         )

@@ -1,5 +1,7 @@
-"""What a family of models is: the class of `families/NAME.py`, and the fields of config.json that
-families share."""
+"""The class of a family of models (`families/NAME.py`), and the families' common settings.
+
+The settings are fields of config.json.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -8,11 +10,10 @@ from typing import Any, Literal
 from megatron_dapo.huggingface.weight_rows import DECODER, Row
 
 NeutralValues = Mapping[str, Callable[[object], bool]]
-"""Fields of config.json that change the computation, each with the values under which it does
-not."""
+"""Fields of config.json with an effect on the computation, each with its values without effect."""
 
-# The fields of every family. What training by log-probs does not use (router_aux_loss_coef,
-# output_router_logits) is not looked at.
+# The fields of every family. Fields without effect on training by log-probs (router_aux_loss_coef,
+# output_router_logits) are not looked at.
 PLAIN: NeutralValues = {
     "hidden_act": lambda value: value == "silu",
     "attention_bias": lambda value: not value,
@@ -46,8 +47,10 @@ SHARED_MIXTURE: NeutralValues = {  # experts behind dense first layers, beside a
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How one architecture differs from the plain decoder (RMSNorm, gated SiLU, rotary embeddings,
-    no biases)."""
+    """The differences of an architecture from the plain decoder.
+
+    The plain decoder has RMSNorm, gated SiLU, rotary embeddings and no biases.
+    """
 
     architecture: str
     """First name in `architectures` of config.json."""
@@ -56,24 +59,25 @@ class Family:
     """SGLang's class, or ours of it: `module:Class`."""
 
     neutral: NeutralValues
-    """Fields of config.json that change the computation, with the values that do not; other values
-    are refused."""
+    """Fields of config.json with an effect on the computation, with their values without effect.
+
+    Other values are refused.
+    """
 
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Values that transformers takes for absent fields, where other families take others."""
+    """Values taken by transformers for absent fields, if other than for other families."""
 
     required: tuple[str, ...] = ()
-    """Fields that must be there besides those of every family."""
+    """Required fields besides those of every family."""
 
     rows: tuple[Row, ...] = DECODER
-    """How its Hugging Face tensors make up Megatron's parameters."""
+    """The Hugging Face tensors behind Megatron's parameters."""
 
     qkv_bias: bool | None = False
-    """Whether query, key and value have biases; None = as attention_bias of config.json says."""
+    """Whether query, key and value have biases; None for attention_bias of config.json."""
 
     qk_norm: bool | None = False
-    """Whether each query and key head has an RMSNorm before the rotation; None = as use_qk_norm
-    says."""
+    """Whether each query and key head has an RMSNorm before the rotation; None for use_qk_norm."""
 
     ffn_key: str = "intermediate_size"
     """Field of config.json with the width of an MLP, or of one expert."""
@@ -82,29 +86,29 @@ class Family:
     """Whether layers have experts in place of MLPs, as in Qwen3-MoE."""
 
     has_shared_experts: bool = False
-    """Whether the mixture is as in GLM-4.5: dense first layers, shared experts, a sigmoid router
-    with a bias."""
+    """Whether the mixture is GLM-4.5's: dense first layers, shared experts, a router with a bias.
+
+    The router is a sigmoid one.
+    """
 
     is_latent: bool = False
     """Whether the attention is latent (`LatentAttention`)."""
 
     windows: Literal["rotated apart", "rotated alike"] | None = None
-    """Whether layers with a window have rotary settings of their own; None = no layer has a
-    window."""
+    """Whether layers with a window have rotary settings of their own; None without windows."""
 
     partial_rotary: bool = False
-    """Whether config.json says which share of a head's dimensions is rotated."""
+    """Whether config.json gives the rotated share of a head's dimensions."""
 
     needs_rope: bool = False
-    """Whether rotary settings must be there, because libraries take different ones for absent
-    ones."""
+    """Whether rotary settings are required, because libraries differ for absent ones."""
 
     spec_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {}
-    """Fields of `ModelSpec` that have other values than the plain decoder's, from config.json."""
+    """Fields of `ModelSpec` with other values than the plain decoder's, from config.json."""
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Return whether a tensor of a checkpoint is a stack of those of all experts of a layer."""
+        """Return whether a tensor of a checkpoint is a stack of all experts' tensors of a layer."""
         return any(row.is_stacked for row in self.rows)
 
     @property

@@ -1,4 +1,7 @@
-"""Reads the sizes of multi-head latent attention from a Hugging Face config.json; says what is not supported."""
+"""Reads the sizes of multi-head latent attention from a Hugging Face config.json.
+
+It names everything unsupported.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,19 +13,23 @@ LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): what is kept of a token is narrow.
+    """Multi-head latent attention (MLA): little is kept of a token.
 
-    Keys and values of all heads are products of one vector per token, of width kv_rank, which is normed. A key's
-    rotated dimensions, rotary_dim of them, are beside it, and the same for all heads. Queries are products of another
-    vector, of width q_rank; none = of the hidden states. plain_dim: the dimensions of a head of queries and keys that
-    are not rotated. value_dim: those of a head of values.
+    DeepSeek-V2, arXiv 2405.04434, section 2.1. Keys and values of all heads are products of one
+    normed vector per token. A key's rotated dimensions are beside it, the same for all heads.
+    Queries are products of another vector.
     """
 
     q_rank: int | None
+    """Width of the vector of the queries; None for queries from the hidden states."""
     kv_rank: int
+    """Width of the vector of keys and values."""
     plain_dim: int
+    """Dimensions of a head of queries and keys without rotation."""
     rotary_dim: int
+    """Rotated dimensions of a key."""
     value_dim: int
+    """Dimensions of a head of values."""
 
     @property
     def key_dim(self) -> int:
@@ -31,12 +38,12 @@ class LatentAttention:
 
     @property
     def down_width(self) -> int:
-        """Return the width of all that is computed of the hidden states at once: both vectors, and rotated keys."""
+        """Return the width of the product of the hidden states: both vectors, and rotated keys."""
         return (self.q_rank or 0) + self.kv_rank + self.rotary_dim
 
 
 def read_latent(hf: Mapping[str, Any], source: str) -> tuple[LatentAttention | None, list[str]]:
-    """Return the sizes, and what is wrong there. The types are checked already."""
+    """Return the sizes, and the faults found. The types are checked already."""
     wrong = [f"{source}: `{key}` is missing" for key in LATENT_SIZES[1:] if hf.get(key) is None]
     heads, key_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if key_heads not in (None, heads):

@@ -1,5 +1,4 @@
-"""What the config says of low-rank adapters (LoRA, arXiv 2106.09685): which linear modules have
-one, of what rank."""
+"""The config's low-rank adapters (LoRA, arXiv 2106.09685): their linear modules and their rank."""
 
 from dataclasses import dataclass
 
@@ -10,36 +9,36 @@ ALL_LINEAR = "all-linear"
 LINEAR_MODULES = tuple(
     dict.fromkeys(name for family in FAMILIES.values() for row in family.rows for name in row.modules)
 )
-"""What `all-linear` stands for, as far as a family has it: a layer's linear modules by their
-Hugging Face names."""
+"""The meaning of `all-linear`, as far as a family has it.
+
+A layer's linear modules by their Hugging Face names.
+"""
 
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """The adapters of a run. A module's weight W becomes W + alpha / rank x B A, with A [rank, in]
-    and B [out, rank].
+    """The adapters of a run.
 
-    targets: last names of the modules that have one, where a layer has them. seed: of the random A.
+    A module's weight W becomes W + alpha / rank x B A, with A [rank, in] and B [out, rank].
     """
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
-    seed: int
+    targets: tuple[str, ...]  # last names of the modules, if a layer has them
+    seed: int  # of the random A
 
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
 
     def is_target(self, weight_name: str) -> bool:
-        """Return whether a Hugging Face tensor, by its name, is the weight of a module that has an
-        adapter."""
+        """Return whether a Hugging Face tensor, by its name, is the weight of an adapted module."""
         *_, module, kind = ["", *weight_name.split(".")]
         return kind == "weight" and module in self.targets
 
 
 def lora_settings(config: Config) -> LoraSettings | None:
-    """Return the adapters that a run trains; none where it trains the whole model."""
+    """Return the adapters trained by a run; None if it trains the whole model."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return None
@@ -47,8 +46,7 @@ def lora_settings(config: Config) -> LoraSettings | None:
 
 
 def target_modules(config: Config) -> tuple[str, ...]:
-    """Return the names of the modules that the key stands for, in the layer's order; unknown ones
-    come last."""
+    """Return the names of the key's modules, in the layer's order; unknown ones come last."""
     names = config.actor_rollout_ref.model.target_modules
     if names == ALL_LINEAR:
         return LINEAR_MODULES
@@ -58,7 +56,6 @@ def target_modules(config: Config) -> tuple[str, ...]:
 
 
 def actor_is_reference(config: Config) -> bool:
-    """Return whether the actor without its adapters is the reference: then no second model is
-    built."""
+    """Return whether the actor without its adapters is the reference: then one model is enough."""
     references = config.actor_rollout_ref
     return bool(references.model.lora_rank) and references.ref.path is None

@@ -1,4 +1,4 @@
-"""The families that can be trained."""
+"""The trainable families."""
 
 from megatron_dapo.huggingface.families import (
     deepseek_v3,

@@ -1,5 +1,7 @@
-"""The tensors of a model, by its weight rows: in its Hugging Face checkpoint, and as a server of
-SGLang holds them."""
+"""The tensors of a model, by its weight rows: in its checkpoint, and on a server of SGLang.
+
+The checkpoint is a Hugging Face one.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,25 +14,25 @@ from megatron_dapo.huggingface.weight_rows import ATTENTION, Row
 
 @dataclass(frozen=True)
 class ServedTensor:
-    """How a server of SGLang holds a Hugging Face tensor."""
+    """A server's form of a Hugging Face tensor (SGLang)."""
 
     parameter: str
-    """Name of the server's parameter that the tensor is in."""
+    """Name of the server's parameter with the tensor."""
 
     place: tuple[int, int] = (0, 0)
     """Order among the tensors of that parameter: number of the expert, number in the row."""
 
     cut: int | None = None
-    """Axis of the tensor that tensor parallelism cuts; None = every rank holds all."""
+    """Axis of the tensor cut by tensor parallelism; None if every rank holds all."""
 
     blocks: tuple[int, ...] = ()
-    """Heights of what stands in it one below the other, each cut by itself; () = nothing does."""
+    """Heights of its blocks, one below the other, each cut by itself; () for none."""
 
     unit: int = 1
-    """Rows that a cut keeps together; ranks that outnumber the units repeat them."""
+    """Rows kept together by a cut; ranks in excess of the units repeat them."""
 
     types: tuple[str, ...] = ()
-    """Types in which it may be held, the usual one first; () = the trainer's type."""
+    """Types for holding it, the usual one first; () for the trainer's type."""
 
     is_transposed: bool = False
     """Whether the last two axes change places."""
@@ -40,14 +42,13 @@ class ServedTensor:
 
 
 def rows_of(spec: ModelSpec) -> list[Row]:
-    """Return the rows that hold for a model."""
+    """Return the rows of a model."""
     return [row for row in FAMILIES[spec.family].rows if row.where(spec)]
 
 
 def linear_modules(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the last names of the linear modules of a layer, in the order of the rows; those of
-    experts, too."""
-    first_and_last = (0, spec.num_layers - 1)  # layers with experts come behind dense ones
+    """Return the last names of a layer's linear modules, experts' too, in the order of the rows."""
+    first_and_last = (0, spec.num_layers - 1)  # layers with experts come after dense ones
     rows = [row for layer in first_and_last for row in rows_of_layer(spec, layer)]
     return tuple(dict.fromkeys(name for row in rows for name in row.modules))
 
@@ -64,15 +65,14 @@ def rows_of_layer(spec: ModelSpec, layer: int) -> list[Row]:
 
 @cache
 def attention_weights(spec: ModelSpec) -> int:
-    """Return how many weights the linear modules of a layer's attention have."""
+    """Return the number of weights in the linear modules of a layer's attention."""
     rows = [row for row in rows_of_layer(spec, 0) if row.megatron.startswith(ATTENTION) and row.modules]
     return sum(math.prod(shape) for row in rows for shape in row.shapes(spec))
 
 
 @cache
 def product_weights(spec: ModelSpec, layer: int) -> int:
-    """Return how many weights of a layer a token is multiplied by; of experts, those that it passes
-    through."""
+    """Return the number of a layer's weights in a token's products; of experts, the token's."""
     per_token = spec.moe.experts_per_token if spec.moe else 0
     return sum(
         math.prod(shape) * (per_token if row.of_experts else 1)
@@ -83,8 +83,10 @@ def product_weights(spec: ModelSpec, layer: int) -> int:
 
 
 def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor of the model's Hugging Face checkpoint, in the order of
-    the model."""
+    """Return name -> shape of every tensor of the model's checkpoint, in the order of the model.
+
+    The names are Hugging Face's.
+    """
     num_experts = spec.moe.num_experts if spec.moe else 0
     return {
         name.format(**numbers): (num_experts, *shape) if row.is_stacked else shape
@@ -94,7 +96,7 @@ def hf_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def served_tensors(spec: ModelSpec) -> dict[str, ServedTensor]:
-    """Return, by Hugging Face name, how a server holds each tensor of the model."""
+    """Return Hugging Face name -> a server's form of each tensor of the model."""
     return {
         name.format(**numbers): _served(row, index, numbers, spec)
         for row, numbers in _numbered(spec)
@@ -103,7 +105,7 @@ def served_tensors(spec: ModelSpec) -> dict[str, ServedTensor]:
 
 
 def _served(row: Row, index: int, numbers: dict[str, int], spec: ModelSpec) -> ServedTensor:
-    """Return how a server holds one of a row's tensors. numbers: of layer and expert."""
+    """Return a server's form of one of a row's tensors. numbers: of layer and expert."""
     shape = row.shapes(spec)[index]
     first_axis = 1 if row.is_stacked else 0
     return ServedTensor(
@@ -119,8 +121,7 @@ def _served(row: Row, index: int, numbers: dict[str, int], spec: ModelSpec) -> S
 
 
 def _numbered(spec: ModelSpec) -> list[tuple[Row, dict[str, int]]]:
-    """Return the rows in the order of the model, once for each layer and expert, with the numbers
-    of these."""
+    """Return (row, numbers) in the order of the model, once for each layer and expert."""
     rows: list[tuple[Row, dict[str, int]]] = [(row, {}) for row in rows_of(spec)]
     if spec.moe is not None:
         rows = _repeated(rows, "e", spec.moe.num_experts)
@@ -129,8 +130,7 @@ def _numbered(spec: ModelSpec) -> list[tuple[Row, dict[str, int]]]:
 
 
 def _repeated(rows: list[tuple[Row, dict[str, int]]], what: str, number: int) -> list[tuple[Row, dict[str, int]]]:
-    """Return the rows, with those of a layer (or expert), which follow one another, once for each
-    of them."""
+    """Return the rows, with a layer's (or expert's) neighbouring rows once for each of them."""
     is_inside = [f"{{{what}}}" in row.megatron for row, _ in rows]
     first = is_inside.index(True)
     last = len(rows) - is_inside[::-1].index(True)

@@ -1,4 +1,4 @@
-"""adapter_config.json of a PEFT folder: what is written into one, and what of another's is understood."""
+"""adapter_config.json of a PEFT folder: writing one, and understanding another's."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from megatron_dapo.huggingface.lora_settings import LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-# what would change the computation: fields that must be absent, empty or false
+# fields with an effect on the computation: they must be absent, empty or false
 _REFUSED = (
     "use_dora",
     "use_rslora",
@@ -31,12 +31,15 @@ _REFUSED = (
     "velora_config",
     "monteclora_config",
 )
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq")  # values of init_lora_weights that change the base model's weights
+# Values of init_lora_weights for changed weights of the base model.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 def adapter_config_json(lora: LoraSettings, modules: Sequence[str], base_model: str) -> str:
-    """Return the file's content. modules: last names of those that have an adapter. base_model: path of the model that
-    they are of."""
+    """Return the file's content.
+
+    modules: last names of the modules with an adapter. base_model: path of their model.
+    """
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -53,8 +56,11 @@ def adapter_config_json(lora: LoraSettings, modules: Sequence[str], base_model: 
 
 
 def adapter_faults(folder: str, lora: LoraSettings, modules: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (last name of the key that is in question, why it and the folder's adapter_config.json do not go together,
-    as the end of a sentence). modules: last names of those that have an adapter."""
+    """Yield (last name of the key, fault) for the folder's adapter_config.json.
+
+    A fault is the end of a sentence: the reason why key and file do not go together. modules: last
+    names of the modules with an adapter.
+    """
     path = Path(folder)
     try:
         content = read_json(path / ADAPTER_CONFIG)
@@ -91,7 +97,7 @@ def adapter_faults(folder: str, lora: LoraSettings, modules: Sequence[str]) -> I
 
 
 def _module_names(targets: Any) -> list[str] | None:
-    """Return the last names of the modules, which PEFT may have written in full; none for a pattern."""
+    """Return the last names of the modules, perhaps written in full by PEFT; None for a pattern."""
     if not isinstance(targets, list):
         return None
     return sorted({str(name).rpartition(".")[2] for name in targets})

@@ -1,4 +1,4 @@
-"""What a folder must be to be served as a reward model."""
+"""Needs of a folder to be served as a reward model."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ from megatron_dapo.huggingface.spec_reader import CLASSIFIERS
 
 
 def architecture_of(path: str) -> str:
-    """Return the architecture of the classifier in a folder. Raises UserError where it holds no classifier with one
-    label and a tokenizer."""
+    """Return the architecture of the classifier in a folder.
+
+    Raises UserError without a classifier of one label and a tokenizer.
+    """
     file = Path(path) / "config.json"
     try:
         config = read_json(file)

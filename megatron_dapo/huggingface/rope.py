@@ -1,4 +1,4 @@
-"""Reads the rotary settings of a Hugging Face config.json; says by name what is not supported."""
+"""Reads the rotary settings of a Hugging Face config.json; names everything unsupported."""
 
 import json
 import math
@@ -11,44 +11,41 @@ DEFAULT_THETA = 10000.0
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How a model's rotary frequencies differ from theta^(-2i/d), in the words of config.json.
+    """The difference of rotary frequencies from theta^(-2i/d), in the words of config.json.
 
-    linear: all are divided by `factor`. llama3 (arXiv 2407.21783) and yarn (arXiv 2309.00071): those of long
-    wavelengths are, with a smooth passage; `models.rotary` has the formulas. original_positions: the context length of
-    the pre-training. attention_factor: what queries and keys are multiplied by; only yarn has one.
+    linear: all are divided by `factor`. llama3 (arXiv 2407.21783) and yarn (arXiv 2309.00071): only
+    long wavelengths are, with a smooth passage. `models.rotary` has the formulas.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
-    original_positions: int = 0
+    original_positions: int = 0  # context length of the pre-training
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # of queries and keys; only yarn has one
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary settings of a model.
+    """The rotary settings of a model."""
 
-    theta: the base of the frequencies. scaling: none = plain. share: of a head's dimensions, which is rotated.
-    """
-
-    theta: float = DEFAULT_THETA
-    scaling: RopeScaling | None = None
-    share: float = 1.0
+    theta: float = DEFAULT_THETA  # base of the frequencies
+    scaling: RopeScaling | None = None  # None for plain frequencies
+    share: float = 1.0  # rotated share of a head's dimensions
 
 
 def read_rope(
     hf: Mapping[str, Any], source: str, partial: bool = False, latent: bool = False
 ) -> tuple[Rope, list[str]]:
-    """Return the rotary settings, and what is wrong; then they mean nothing.
+    """Return the rotary settings, and the faults found; with faults the settings mean nothing.
 
-    The settings of config.json are under their new name (rope_parameters) or their old one (rope_scaling). partial: the
-    family may rotate a part of a head's dimensions. latent: its attention is latent (MLA), whose yarn multiplies the
-    products of queries and keys as a whole, not their rotated dimensions.
+    The settings of config.json are under their new name (rope_parameters) or their old one
+    (rope_scaling). partial: the family may rotate a part of a head's dimensions. latent: its
+    attention is latent (MLA). There yarn multiplies the products of queries and keys as a whole,
+    not their rotated dimensions.
     """
     rope, wrong = _block(hf, source)
     if rope.get("partial_rotary_factor") is None:
@@ -75,13 +72,13 @@ def read_rope(
     theta = rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_THETA
     scaling, share = make(rope), rope["partial_rotary_factor"] or 1.0
     if scaling is not None and scaling.attention_factor != 1 and share < 1:
-        # the factor multiplies the rotated dimensions alone, so that it is no scale of the attention
+        # the factor multiplies only the rotated dimensions, so it is no scale of the attention
         return Rope(), [f"{source}: {kind} rope with `partial_rotary_factor: {share}` is not supported"]
     return Rope(theta, scaling, share), []
 
 
 def _block(hf: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings, and why they cannot be read."""
+    """Return the settings, and the reasons against reading them."""
     blocks = {name: hf[name] for name in ("rope_parameters", "rope_scaling") if hf.get(name)}
     if wrong := [
         f"{source}: `{name}: {json.dumps(rope)}` is not one object with the settings of all layers"
@@ -121,7 +118,7 @@ _EVERY_KIND: _Rules = {
     "rope_theta": ("a number above 0", _or_absent(_is_number)),
     "partial_rotary_factor": ("1", lambda value: value in (None, 1.0)),
 }
-# Where one of these is absent, libraries take different values for it.
+# Libraries take different values for an absent one of these.
 _LLAMA3: _Rules = {
     "factor": _NUMBER,
     "low_freq_factor": _NUMBER,
@@ -136,7 +133,7 @@ _YARN: _Rules = {
     "mscale": _NUMBER_OR_ABSENT,
     "mscale_all_dim": _NUMBER_OR_ABSENT,
     "truncate": ("true, false or absent", lambda value: value is None or isinstance(value, bool)),
-    # transformers reads the first of these alone, SGLang the other two alone
+    # transformers reads only the first of these, SGLang only the other two
     "attention_factor": ("absent", lambda value: value is None),
     "attn_factor": ("1, or absent", lambda value: value in (None, 1.0)),
     "extrapolation_factor": ("1, or absent", lambda value: value in (None, 1.0)),
@@ -176,8 +173,10 @@ def _yarn(rope: dict[str, Any]) -> RopeScaling:
 
 
 def _latent_yarn(rope: dict[str, Any]) -> RopeScaling:
-    """Return the scaling with the factor of DeepSeek's own code: that of the rotated dimensions alone is 1, because
-    both settings are the same."""
+    """Return the scaling with the factor of DeepSeek's own code.
+
+    The factor of only the rotated dimensions is 1, because both settings are the same.
+    """
     return replace(_yarn(rope), attention_factor=_mscale(float(rope["factor"]), rope["mscale_all_dim"]))
 
 
@@ -192,8 +191,9 @@ _KINDS: dict[str, tuple[_Rules, Callable[[dict[str, Any]], RopeScaling | None]]]
     "llama3": (_LLAMA3, _llama3),
     "yarn": (_YARN, _yarn),
 }
-# SGLang takes all but the default for yarn, and its own rounding of the borders; absent factors differ from library to
-# library. The last two switch off SGLang's factor of all products, and nothing in transformers.
+# SGLang takes all but the default for yarn, and its own rounding of the borders. Absent factors
+# differ from library to library. The last two switch off SGLang's factor of all products, and
+# nothing in transformers.
 _LATENT_YARN: _Rules = {
     **_YARN,
     "mscale": _NUMBER,

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face config.json into a ModelSpec; says by name what is not supported."""
+"""Reads a Hugging Face config.json into a ModelSpec; names everything unsupported."""
 
 import json
 from collections.abc import Callable
@@ -15,38 +15,47 @@ from megatron_dapo.huggingface.windows import of_global_layers, read_windows
 from megatron_dapo.storage.model_folder import ModelFolder
 
 LANGUAGE_MODEL, CLASSIFIERS = "ForCausalLM", ("ForTokenClassification", "ForSequenceClassification")
-"""How Hugging Face's names of architectures end: of a family's language model, and of its body with
-another head."""
+"""Endings of Hugging Face's names of architectures.
+
+The first is of a family's language model, the others are of its body with another head.
+"""
 
 
 def read_critic_spec(path: str | Path) -> ModelSpec:
-    """Return the ModelSpec of what a critic starts from: a language model of ours, or a classifier
-    of its family. Raises as `read_model_spec`."""
+    """Return the ModelSpec of a critic's start: a language model of ours, or a classifier of its
+    family.
+
+    Raises as `read_model_spec`.
+    """
     return critic_spec(*_read_config(path, "critic.model.path"))
 
 
 def critic_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """Return the ModelSpec of a critic from the parsed config.json of what it starts from. Raises
-    as `model_spec`."""
+    """Return the ModelSpec of a critic from the parsed config.json of its start.
+
+    Raises as `model_spec`.
+    """
     names = hf.get("architectures")
     if isinstance(names, list) and names:
         name = str(names[0])
         for ending in CLASSIFIERS:
             name = name.replace(ending, LANGUAGE_MODEL)
         hf = hf | {"architectures": [name]}
-    # a critic has a head of its own, whatever the language model has
+    # a critic has a head of its own, tied or not in the language model
     hf = {key: value for key, value in hf.items() if key != "tie_word_embeddings"}
     return model_spec(hf, source).as_critic()
 
 
 def read_model_spec(path: str | Path) -> ModelSpec:
-    """Return the ModelSpec of a checkpoint folder. Raises UserError with every unsupported
-    architecture or field."""
+    """Return the ModelSpec of a checkpoint folder.
+
+    Raises UserError with every unsupported architecture or field.
+    """
     return model_spec(*_read_config(path))
 
 
 def read_vocab_size(path: str | Path) -> int:
-    """Return how many tokens the model of a checkpoint folder knows. Raises UserError."""
+    """Return the number of tokens known to the model of a checkpoint folder. Raises UserError."""
     content, source = _read_config(path)
     if not _is_size(content.get("vocab_size")):
         raise UserError(f"actor_rollout_ref.model.path: {source} has no vocab_size; give a whole model.")
@@ -62,8 +71,7 @@ def _read_config(path: str | Path, key: str = "actor_rollout_ref.model.path") ->
 
 
 def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
-    """Return the ModelSpec of a parsed config.json. Raises UserError with all that is wrong or not
-    supported there."""
+    """Return the ModelSpec of a parsed config.json. Raises UserError with all its faults."""
     named = hf.get("architectures")
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)
@@ -97,7 +105,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
-    # config.json of a latent attention has the rotated dimensions under this name, or none
+    # a latent attention has the rotated dimensions under this name in config.json, or none
     head_dim = latent.key_dim if latent else hf.get("head_dim") or hf["hidden_size"] // heads
     return ModelSpec(
         family=architecture,
@@ -136,7 +144,7 @@ _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
-    """Return a sentence per key whose value is of a wrong type. null is as good as absent."""
+    """Return a sentence per key with a value of a wrong type. null is as good as absent."""
     sizes = (*_SIZES, family.ffn_key, *(_MOE_SIZES if family.is_moe else ()))
     sizes += SHARED_MOE_SIZES if family.has_shared_experts else ()
     sizes += LATENT_SIZES if family.is_latent else ()

@@ -1,5 +1,4 @@
-"""One row per Megatron parameter: the Hugging Face tensors it is made of, how they are cut, how a
-server holds them.
+"""One row per Megatron parameter: its Hugging Face tensors, their cut, a server's form of them.
 
 Plain data: `models/weight_map.py` applies the rows to parameters, `model_tensors.py` lists a
 model's tensors by them.
@@ -14,7 +13,8 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 Shapes = Callable[[ModelSpec], list[tuple[int, ...]]]
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-VALUE_HEAD = ("score.weight", "score.bias")  # as in Hugging Face's token classification with one label
+# as in Hugging Face's token classification with one label
+VALUE_HEAD = ("score.weight", "score.bias")
 HF_LAYER = "model.layers.{l}."
 HF_ATTENTION = HF_LAYER + "self_attn."
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
@@ -46,36 +46,31 @@ class Row:
     """Shapes of the tensors; of a stack, those of one expert."""
 
     cut: int | None = None
-    """Axis along which tensor-parallel ranks, of trainer and server, hold slices; None = every rank
-    holds all."""
+    """Axis of slices on tensor-parallel ranks of trainer and server; None if all hold all."""
 
     blocks: Shapes | None = None
-    """Per tensor, heights of what stands in it one below the other, each cut by itself; None =
-    nothing does."""
+    """Per tensor, heights of its blocks, one below the other, each cut by itself; None for none."""
 
     unit: Callable[[ModelSpec], int] = lambda m: 1
-    """Rows that a cut keeps together. Server ranks that outnumber the units of a tensor repeat
-    them."""
+    """Rows kept together by a cut. Server ranks in excess of a tensor's units repeat them."""
 
     alias: str | None = None
-    """Megatron name with Transformer Engine, where it fuses the norm into the product, or all
-    experts into one."""
+    """Megatron name with Transformer Engine's fusion: of norm and product, or of all experts."""
 
     is_stacked: bool = False
-    """Whether a tensor is a stack of those of all experts of a layer."""
+    """Whether a tensor is a stack of all experts' tensors of a layer."""
 
     served_as: str | None = None
-    """Name of the server's parameter that holds all of the tensors; None = each is held under its
-    own name."""
+    """Name of the server's parameter with all of the tensors; None if each has its own name."""
 
     served_types: Callable[[ModelSpec], tuple[str, ...]] = lambda m: ()
-    """Types in which a server may hold them, the usual one first; () = the trainer's type."""
+    """A server's types for them, the usual one first; () for the trainer's type."""
 
     served_once: bool = False
     """Whether the first rank of a server holds them whole and the others hold zeros."""
 
     sent_together: bool = False
-    """Whether a server drops a tensor that comes in another call than the others."""
+    """Whether a server drops a tensor sent in another call than the others."""
 
     where: Callable[[ModelSpec], bool] = lambda m: True
     """Condition on the model."""
@@ -90,15 +85,16 @@ class Row:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Return the last names of the Hugging Face modules, if these are linear modules of a
-        layer."""
+        """Return the last names of the Hugging Face modules, for a layer's linear modules only."""
         is_linear = ".linear_" in self.megatron and self.megatron.endswith(".weight")
         return tuple(name.split(".")[-2] for name in self.hf) if is_linear and not self.is_stacked else ()
 
 
 def changed(rows: tuple[Row, ...], *changes: Row) -> tuple[Row, ...]:
-    """Return the rows with `changes` in place of the rows of the same Megatron parameters. Changes
-    of parameters without a row stand behind the last row of a layer."""
+    """Return the rows with `changes` in place of the rows of the same Megatron parameters.
+
+    Changes of parameters without a row stand after the last row of a layer.
+    """
     by_name = {row.megatron: row for row in changes}
     new = [row for row in changes if all(row.megatron != other.megatron for other in rows)]
     kept = [by_name.get(row.megatron, row) for row in rows]
@@ -113,8 +109,10 @@ def norm(megatron: str, hf: str, alias: str | None = None) -> Row:
 
 
 def output_norms(attention: str, mlp: str) -> tuple[Row, Row]:
-    """Return the rows of the norms of what a layer's two blocks add to the hidden states
-    (`layers.OutputNorm`)."""
+    """Return the rows of the norms behind a layer's two blocks (`layers.OutputNorm`).
+
+    They norm the blocks' additions to the hidden states.
+    """
     return norm("self_attn_bda", attention), norm("mlp_bda", mlp)
 
 
@@ -158,7 +156,7 @@ def _mlp(
     in_layer: Callable[[ModelSpec, int], bool],
     where: Callable[[ModelSpec], bool],
 ) -> list[Row]:
-    """Return the rows of a gated MLP. megatron, hf: what the names of its modules begin with."""
+    """Return the rows of a gated MLP. megatron, hf: beginnings of its modules' names."""
     up = Row(
         LAYER + megatron + "linear_fc1.weight",
         (f"{HF_LAYER}{hf}gate_proj.weight", f"{HF_LAYER}{hf}up_proj.weight"),
@@ -173,7 +171,7 @@ def _mlp(
 
 
 def _experts() -> list[Row]:
-    """Return the rows of the experts of a layer, each of which has tensors of its own."""
+    """Return the rows of a layer's experts, each with tensors of its own."""
     rows = _mlp(
         "mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", lambda m: m.ffn_size, ModelSpec.has_experts,
         where=lambda m: m.moe is not None,
@@ -186,7 +184,7 @@ def _experts() -> list[Row]:
 
 
 def moe(m: ModelSpec) -> MoEConfig:
-    """Return the mixture of a model that has one."""
+    """Return the mixture of a model with experts."""
     assert m.moe is not None, "the row is of a mixture of experts"
     return m.moe
 

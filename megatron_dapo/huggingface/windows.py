@@ -1,4 +1,7 @@
-"""Reads which layers of a model see a window of tokens alone, and their rotary settings; says what is not supported."""
+"""Reads a model's layers with a window of tokens, and their rotary settings.
+
+It names everything unsupported.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,28 +10,28 @@ from typing import Any
 from megatron_dapo.huggingface.rope import read_rope
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
-"""What config.json calls layers that see all tokens before a token, and those that see a window."""
+"""config.json's names of layers with all tokens before a token, and of layers with a window."""
 
 GLOBAL_THETA = 1e6
-"""The base of the rotary frequencies of global layers, where it is absent; of local ones it is that of other models."""
+"""Default base of global layers' rotary frequencies; local ones have other models' default."""
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Layers whose tokens see the last `size` tokens alone, themselves included.
-
-    is_local: whether a layer is one of them, for all layers of the model. rope_theta: the base of their rotary
-    frequencies, which are not scaled; none = theirs are those of the other layers.
-    """
+    """Layers with a view of only the last `size` tokens, the current one included."""
 
     size: int
-    is_local: tuple[bool, ...]
+    is_local: tuple[bool, ...]  # whether a layer has a window, for all layers of the model
     rope_theta: float | None
+    """Base of their unscaled rotary frequencies; None for the other layers' frequencies."""
 
 
 def read_windows(hf: Mapping[str, Any], source: str, has_local_rope: bool) -> tuple[Windows | None, list[str]]:
-    """Return which layers of a Gemma 3 or gpt-oss see a window alone, and what is wrong there. The types are checked
-    already. has_local_rope: these layers have rotary settings of their own, as in Gemma 3."""
+    """Return the layers of a Gemma 3 or gpt-oss with a window, and the faults found.
+
+    The types are checked already. has_local_rope: these layers have rotary settings of their own,
+    as in Gemma 3.
+    """
     num_layers = hf.get("num_hidden_layers") or 0
     kinds = hf.get("layer_types")
     if kinds is None:
@@ -51,14 +54,17 @@ def read_windows(hf: Mapping[str, Any], source: str, has_local_rope: bool) -> tu
 
 
 def of_global_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return config.json of a model with both kinds of layers as it were if all were global: either rope_parameters has
-    a block for each kind, or rope_theta and rope_scaling are those of global layers."""
+    """Return the config.json of a model with both kinds of layers as if all were global.
+
+    Either rope_parameters has a block for each kind, or rope_theta and rope_scaling are of global
+    layers.
+    """
     rope = {"rope_parameters": _of_kind(hf, GLOBAL), "rope_scaling": None} if _is_by_kind(hf) else {}
     return {**hf, **rope, "rope_theta": hf.get("rope_theta") or GLOBAL_THETA}
 
 
 def of_local_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings of config.json as they were if all layers were local."""
+    """Return the rotary settings of config.json as if all layers were local."""
     return {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": _of_kind(hf, LOCAL)}
 
 

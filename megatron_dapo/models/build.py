@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model: Megatron's GPTModel with our layer parts, and a log-prob or a value head."""
+"""Builds this rank's part of a model: Megatron's GPTModel with our layers and our head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,16 +53,13 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class ModelParts:
-    """This rank's model chunks (one, or one per virtual stage), in pipeline order, and their shared configuration.
+    """This rank's model chunks and their shared configuration."""
 
-    lora: of the adapters, where these are what is trained.
-    """
-
-    chunks: list[ModelChunk]
+    chunks: list[ModelChunk]  # one, or one per virtual stage, in pipeline order
     config: TransformerConfig
     spec: ModelSpec
     uses_transformer_engine: bool
-    lora: LoraSettings | None = None
+    lora: LoraSettings | None = None  # of the adapters, if only these are trained
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -71,7 +68,7 @@ class ModelParts:
 
     @property
     def head(self) -> LogProbHead | ValueHead | None:
-        """Return what answers, on the last pipeline stage."""
+        """Return the head on the last pipeline stage, None on the others."""
         last = self.chunks[-1]
         return last.output_layer if last.post_process else None
 
@@ -88,14 +85,16 @@ def build_model(
     replay_routers: bool = False,
     lora: LoraSettings | None = None,
 ) -> ModelParts:
-    """Build this rank's part with meaningless values, on its device; load weights next (`load_hf_weights`). Of a
-    critic's spec: with a value head, which is 0.
+    """Build this rank's part on its device, with meaningless values; load weights next.
 
-    fused_head: kernels that are compiled on the machine work here; on a GPU the activation is one of them then, too.
-    for_training: false saves time and memory where there will be no gradients.
-    num_tokens: of each micro-batch, where all have as many (tp_comm_overlap).
-    replay_routers: a mixture's routers take the experts that come with a micro-batch.
-    lora: freeze the weights, and put adapters beside them, which are new: they change nothing.
+    A critic's spec gets a value head of zeros. `load_hf_weights` loads.
+
+    Args:
+        fused_head: kernels compiled on the machine work here; on a GPU the activation is one, too.
+        for_training: false saves time and memory for a model without gradients.
+        num_tokens: the same number in each micro-batch, for tp_comm_overlap.
+        replay_routers: a mixture's routers take the experts given with a micro-batch.
+        lora: freeze the weights and put adapters beside them; new adapters change nothing.
     """
     use_te = _use_transformer_engine(megatron)
     if layout.cp > 1 and is_gpu() and not use_te:
@@ -151,13 +150,16 @@ def _replay_routers(chunks: list[ModelChunk]) -> None:
 
 
 def layers_with_experts(chunk: ModelChunk) -> list[TransformerLayer]:
-    """Return a chunk's layers whose MLP is a mixture of experts, in their order."""
+    """Return a chunk's layers with a mixture of experts, in their order."""
     return [layer for layer in chunk.decoder.layers if isinstance(layer.mlp, MoELayer)]
 
 
 def _use_transformer_engine(megatron: MegatronConfig) -> bool:
-    """Say yes where Megatron itself can load it, on a GPU, in half precision: its packed attention has no float32
-    kernel."""
+    """Return whether to build Transformer Engine's layers.
+
+    They need bfloat16: the packed attention has no float32 kernel. Raises UserError for a setting
+    without its needs.
+    """
     lack = _lack_of_transformer_engine(megatron)
     needs = f"which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load, but {lack}"
     if megatron.use_transformer_engine == "on" and lack:
@@ -172,7 +174,7 @@ def _use_transformer_engine(megatron: MegatronConfig) -> bool:
 
 
 def _lack_of_transformer_engine(megatron: MegatronConfig) -> str | None:
-    """Return why its layers cannot be had here; None = they can."""
+    """Return the reason against Transformer Engine's layers here, or None."""
     if not is_gpu():
         return "torch finds no GPU here"
     if model_dtype(megatron.dtype) != torch.bfloat16:
@@ -184,8 +186,11 @@ def _lack_of_transformer_engine(megatron: MegatronConfig) -> str | None:
 
 
 def require_kernel_for_sinks(spec: ModelSpec, megatron: MegatronConfig) -> None:
-    """Raise UserError where a GPU would attend with sinks without Transformer Engine: torch has no kernel for them, and
-    keeps the products of all pairs of a segment's tokens, 102 GB in one layer of gpt-oss at 20k tokens."""
+    """Raise UserError for attention sinks on a GPU without Transformer Engine.
+
+    Torch has no kernel for sinks. It keeps the products of all pairs of a segment's tokens: 102 GB
+    in one layer of gpt-oss at 20k tokens.
+    """
     if not spec.attention_sinks or not is_gpu() or _use_transformer_engine(megatron):
         return
     lack = _lack_of_transformer_engine(megatron) or f"{MEGATRON}.use_transformer_engine is off"
@@ -206,16 +211,20 @@ def _fp8(megatron: MegatronConfig) -> dict:
 
 
 def _mark_experts(chunk: ModelChunk) -> None:
-    """Mark the experts: they have groups of their own to be reduced over. Megatron marks them so only where EP > 1:
-    with TP > 1 and EP 1 the gradients of the tensor-parallel ranks' tokens would not be summed."""
+    """Mark the experts' parameters for the reduction over groups of their own.
+
+    Megatron does so only with EP > 1. With TP > 1 and EP 1, the gradients of the tensor-parallel
+    ranks' tokens would stay unsummed.
+    """
     for parameter in expert_parameters(chunk):
-        # the second for the norm: counted on every rank of their groups. Transformer Engine's lack it where EP > 1.
-        # The third since Megatron has the bias of a row-parallel product summed over TP ranks, which an expert's is not
+        # The second mark is for the norm: it counts on every rank of their groups. Transformer
+        # Engine's experts lack it with EP > 1. The third exempts an expert's bias: Megatron sums
+        # biases of row-parallel products over TP ranks.
         mark(parameter, allreduce=False, tensor_model_parallel=True, sequence_parallel=False)
 
 
 def _mark_sinks(chunk: ModelChunk) -> None:
-    """Mark them as cut by heads over tensor-parallel ranks: each rank's count in the norm of the gradients."""
+    """Mark the sinks as cut by heads over tensor-parallel ranks: each rank's count in the norm."""
     for layer in chunk.decoder.layers:
         sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
         if sinks is not None:
@@ -223,12 +232,14 @@ def _mark_sinks(chunk: ModelChunk) -> None:
 
 
 def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
-    """Return the settings of the experts: no token is dropped, and nothing but the policy's loss balances the load."""
+    """Return the experts' settings: no token is dropped, only the policy's loss balances the
+    load."""
     if spec.moe is None:
         return {}
     sigmoid = dict(
         moe_router_score_function="sigmoid",
-        moe_router_dtype="fp32",  # as in transformers, and in servers but for DeepSeek-V3 in bfloat16 on CPUs
+        # as in transformers and servers, except for DeepSeek-V3 in bfloat16 on CPUs
+        moe_router_dtype="fp32",
         moe_router_topk_scaling_factor=spec.moe.scaling_factor,
         moe_router_num_groups=spec.moe.num_groups,
         moe_router_group_topk=spec.moe.groups_per_token,
@@ -239,7 +250,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
         moe_ffn_hidden_size=spec.ffn_size,
         moe_shared_expert_intermediate_size=spec.moe.shared_ffn_size or None,
         **(sigmoid if spec.moe.score == "sigmoid" else {}),
-        # softmax over the chosen experts alone is the softmax over all, divided by the sum of the chosen
+        # softmax over the chosen experts is softmax over all, divided by the sum of the chosen
         moe_router_pre_softmax=not spec.moe.norm_topk_prob,
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=use_te,
@@ -250,7 +261,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
 
 
 def _windows(spec: ModelSpec) -> dict:
-    """Return which layers see a window, in the words of Megatron, which counts the tokens before a token's own."""
+    """Return Megatron's settings of windows. Its size leaves out the token itself."""
     if spec.windows is None:
         return {}
     return dict(
@@ -269,7 +280,8 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
         )
     if megatron.recompute_granularity == "selective":
         modules: list[str] = list(megatron.recompute_modules)
-        if "mlp" in modules and spec.moe is not None:  # Megatron's name of experts; dense layers have an MLP beside
+        # Megatron calls experts "moe"; its dense layers have an "mlp"
+        if "mlp" in modules and spec.moe is not None:
             modules += ["moe"]
             if not spec.moe.num_dense_layers:
                 modules.remove("mlp")
@@ -278,7 +290,8 @@ def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
 
 
 def megatron_layout(split: PipelineSplit) -> list[list[str]] | None:
-    """Return the split in Megatron's words: of each chunk its layers, embedding and head (loss) included."""
+    """Return each chunk's layers, embedding and head (loss) in Megatron's words; None for one
+    stage."""
     if split.num_stages == 1:
         return None
     chunks = [["decoder"] * number for number in split.layers]
@@ -322,28 +335,32 @@ def _transformer_config(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         pipeline_model_parallel_layout=megatron_layout(split),
-        context_parallel_size=layout.cp,  # of Megatron's kinds the first and default: keys and values go round, p2p
+        context_parallel_size=layout.cp,  # Megatron's default kind, p2p: keys and values go round
         sequence_parallel=layout.sp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not is_gpu(),
-        # every parameter is loaded afterwards, but it is the initialization that marks which ones are cut over TP
-        # ranks, and without the marks the gradient norm counts them wrongly. On a CPU it makes each whole tensor first
+        # Every parameter is loaded afterwards, but initialization marks the parameters cut over TP
+        # ranks. Without the marks the gradient norm counts them wrongly. On a CPU it first makes
+        # each whole tensor.
         perform_initialization=for_training,
         # micro-batches differ in length, so pipeline stages tell each other the shape
         variable_seq_lengths=True,
         # Transformer Engine's layers exchange activations in its user buffers while they multiply
         tp_comm_overlap=megatron.tp_comm_overlap,
-        moe_token_dispatcher_type="alltoall",  # for dense models too: the default one refuses the line above
-        # the loss function returns (sum, count): Megatron divides the gradients by the global count, nothing else does
+        # for dense models too: the default refuses the line above
+        moe_token_dispatcher_type="alltoall",
+        # the loss function returns (sum, count); only Megatron divides the gradients, by the global
+        # count
         calculate_per_token_loss=True,
-        # SwiGLU as one kernel forward and one backward, which torch.compile makes: with Transformer Engine's layers too
+        # torch.compile makes SwiGLU one kernel forward and one backward, in Transformer Engine's
+        # layers, too
         bias_activation_fusion=fused and spec.activation == "silu",
-        # without dropout there is little to fuse; attention is never Megatron's own, which masks a softmax
+        # without dropout there is little to fuse; attention is never Megatron's own masked softmax
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        # asks for apex, for the output layer's sake, which is not used; training/optimizer.py turns it on
+        # asks for apex because of the unused output layer; training/optimizer.py turns it on
         gradient_accumulation_fusion=False,
         persist_layer_norm=use_te,
         apply_rope_fusion=use_te,
@@ -357,8 +374,11 @@ def _transformer_config(
 
 
 def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
-    """Take Transformer Engine's norms out of the products behind them: an adapter needs what the product is given. That
-    of experts is apart already."""
+    """Separate Transformer Engine's norms from the products behind them: adapters need their
+    inputs.
+
+    The norm before experts is separate already.
+    """
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     parts = layer.submodules
@@ -370,7 +390,7 @@ def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
 
 
 def attention_norm_apart(layer: ModuleSpec) -> None:
-    """Take Transformer Engine's norm before the attention out of the product behind it."""
+    """Separate Transformer Engine's norm before the attention from the product behind it."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     engine = TESpecProvider()
@@ -381,7 +401,8 @@ def attention_norm_apart(layer: ModuleSpec) -> None:
 def _block_spec(
     spec: ModelSpec, config: TransformerConfig, use_te: bool, numbers: Sequence[int], has_adapters: bool
 ) -> TransformerBlockSubmodules:
-    """Return what the layers with these numbers, from 0, are made of, and the norm behind the last of all."""
+    """Return the parts of the layers with these numbers, from 0, and the norm after the last of
+    all."""
     num_experts = spec.moe.num_experts if spec.moe else None
     rotary = Rotary(spec, device())
     norm = ProductRoundedNorm if spec.product_rounded_norms else RMSNorm
@@ -415,8 +436,10 @@ def _block_spec(
 
 
 def megatron_rotates(spec: ModelSpec, use_te: bool) -> bool:
-    """Return whether Megatron rotates queries and keys, and Transformer Engine attends; else our attention does
-    both."""
+    """Return whether Megatron rotates queries and keys before Transformer Engine's attention.
+
+    Otherwise our attention rotates and attends.
+    """
     return use_te and (spec.latent is None or suits_transformer_engine(spec.latent))
 
 
@@ -427,7 +450,7 @@ def _transformer_engine_layer(
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts, moe_grouped_gemm=is_grouped, qk_layernorm=spec.qk_norm
     )
-    # a norm has one name in checkpoints, inside the product behind it or apart from it
+    # a norm has one name in checkpoints, inside the product behind it or separate
     local = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.sharded_state_dict_keys_map = local.submodules.sharded_state_dict_keys_map
     if has_adapters:
@@ -462,15 +485,15 @@ def _build_chunk(
         post_process=number == len(split.layers) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=spec.tied_embeddings,
-        position_embedding_type="rope" if rotates else "none",  # our own attention rotates by itself
+        position_embedding_type="rope" if rotates else "none",  # our attention rotates by itself
         rotary_percent=spec.rotary_dim / spec.head_dim,
         vp_stage=vp_stage,
     )
-    if rotates:  # Megatron's frequencies know neither all kinds of scaling nor all of their settings
+    if rotates:  # Megatron's frequencies lack kinds of scaling and settings
         specs = [each for each in (spec, spec.of_local_layers()) if each]
         chunk.rotary_pos_emb.inv_freq = torch.cat([rotary_frequencies(each) for each in specs]).to(device())
     if spec.embedding_scale != 1:
         chunk.embedding_scale = torch.tensor(spec.embedding_scale).to(config.params_dtype).item()
-    built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron numbers layers from 1
+    built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron's are from 1
     assert built == list(split.numbers(number)), f"Megatron built layers {built} as chunk {number} of {split}"
     return chunk

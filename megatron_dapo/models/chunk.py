@@ -1,4 +1,4 @@
-"""One rank's part of a model: Megatron's GPTModel, whose last stage answers a task in place of giving logits."""
+"""One rank's part of a model: Megatron's GPTModel, with an answer to a task in place of logits."""
 
 from contextlib import nullcontext
 
@@ -12,15 +12,11 @@ from megatron_dapo.models.router_replay import ChunkReplay, RouterPass
 
 
 class ModelChunk(GPTModel):
-    """Megatron's layers as they are. On the last stage a head of ours is in the place of `output_layer`.
+    """Megatron's layers as they are, with our head as the last stage's `output_layer`."""
 
-    router_replay: of its routers, where their choices are replayed. expert_load: what they do is counted there.
-    embedding_scale: what embeddings are multiplied by.
-    """
-
-    router_replay: ChunkReplay | None = None
-    expert_load: ChunkLoad | None = None
-    embedding_scale: float = 1.0
+    router_replay: ChunkReplay | None = None  # if the routers' choices are replayed
+    expert_load: ChunkLoad | None = None  # counts the routers' choices
+    embedding_scale: float = 1.0  # factor of the embeddings
 
     def forward(
         self,
@@ -34,15 +30,18 @@ class ModelChunk(GPTModel):
         """Run this part of the model on one micro-batch.
 
         Args:
-            tokens: [B, S] int64, on the first stage; the others get the stage before's hidden states by Megatron's
-                `set_input_tensor`.
-            packed_seq_params: where the segments of a packed micro-batch begin.
-            task: what the last stage's log-prob head is asked; a critic's head and the other stages take none.
-            router_pass: what the routers do with the micro-batch; a model without `router_replay` does not look at it.
-            is_token: [B, S] bool, false in the padding: the load of experts is counted in this pass.
+            tokens: [B, S] int64, on the first stage; the others get the previous stage's hidden
+                states by Megatron's `set_input_tensor`.
+            packed_seq_params: beginnings of the segments of a packed micro-batch.
+            task: for the last stage's log-prob head; a critic's head and the other stages take
+                none.
+            router_pass: the routers' part in the micro-batch; ignored without `router_replay`.
+            is_token: [B, S] bool, false in the padding; given, this pass counts the load of
+                experts.
 
         Returns:
-            What the head answers; before the last stage the hidden states [S (/ tp), B, H] for the next one.
+            The head's answer; before the last stage, the hidden states [S (/ tp), B, H] for the
+                next one.
         """
         with (
             nullcontext() if self.router_replay is None else self.router_replay.during(router_pass),
@@ -58,8 +57,9 @@ class ModelChunk(GPTModel):
     def _embedded(self, tokens: Tensor) -> Tensor:
         """Return the first layer's input [S (/ tp), B, H], with the strides of its shape.
 
-        Of a micro-batch of one row Megatron leaves those of a transposed tensor, with which torch multiplies a frozen
-        weight token by token, slowly and with other roundings than one that is trained.
+        For a micro-batch of one row, Megatron leaves the strides of a transposed tensor. With
+        these, torch multiplies a frozen weight token by token: slowly, and with other roundings
+        than a trained one.
         """
         embedded = self.embedding(input_ids=tokens, position_ids=None)  # rotary: no ids
         if self.embedding_scale != 1:
@@ -67,7 +67,7 @@ class ModelChunk(GPTModel):
         return embedded.flatten(0, 1).view(embedded.shape)
 
     def _rows(self, is_token: Tensor | None) -> Tensor | None:
-        """Return the part of [B, S] that this rank's routers meet, flat in Megatron's order s * B + b."""
+        """Return the rows of [B, S] met by this rank's routers, flat in the order s * B + b."""
         if is_token is None:
             return None
         rows = is_token.T.reshape(-1)
@@ -75,5 +75,5 @@ class ModelChunk(GPTModel):
         return rows.chunk(group.size())[group.rank()] if self.config.sequence_parallel else rows
 
     def _postprocess(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Leave the hidden states as they are: the head comes after Megatron's forward, with its task."""
+        """Leave the hidden states as they are: the head comes after Megatron's forward."""
         return hidden_states

@@ -1,11 +1,12 @@
-"""The cut of a packed micro-batch over context-parallel ranks, and the way back: a rank computes its tokens alone.
+"""The cut of a packed micro-batch over context-parallel ranks, and the way back.
 
-Megatron's convention: each segment lies in 2 x CP chunks of one length, and rank r has chunks r and 2 CP - 1 - r. Early
-tokens attend to few others and late ones to many, so each rank gets one chunk of either kind. Transformer Engine's ring
-attention expects the same (its `thd_get_partitioned_indices`).
+Megatron's convention: each segment lies in 2 x CP chunks of one length. Rank r has chunks r and 2
+CP - 1 - r. Early tokens attend to few others and late ones to many, so each rank gets one chunk of
+either kind. Transformer Engine's ring attention expects the same (its
+`thd_get_partitioned_indices`).
 
-A micro-batch is whole on every rank before the model and after it: its tensors are cut on their way in, and what the
-head says is put together again, so that nobody else knows of the cut.
+A micro-batch is whole on every rank before the model and after it. Its tensors are cut on their way
+in, and the heads' answers are joined again: no other code knows of the cut.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -26,7 +27,7 @@ Task = TypeVar("Task", bound=HeadTask)
 
 
 def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
-    """Return [T / size] int64: the places in the row of the tokens that a context-parallel rank has, ascending.
+    """Return [T / size] int64: ascending places in the row of a context-parallel rank's tokens.
 
     widths: of the segments, each a multiple of 2 x size.
     """
@@ -39,7 +40,7 @@ def rank_places(widths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
     return np.concatenate(parts)
 
 
-# The layers of a model ask one after the other; in a pipeline a few micro-batches take turns.
+# The layers of a model ask one after the other; in a pipeline, a few micro-batches take turns.
 @lru_cache(maxsize=16)
 def _cut(
     widths: tuple[int, ...], rank: int, size: int, device: torch.device
@@ -53,22 +54,21 @@ def _cut(
 
 @dataclass(frozen=True, eq=False)
 class ContextCut:
-    """Which tokens of a packed row [T] this rank of the group has.
-
-    places: [T / CP], of this rank's tokens, on the host. owners: [T], the rank of each token of the row, on the host.
-    on_device: the places there. order: [T], the place of each token of the row in the ranks' parts one after the other,
-    on the device.
-    """
+    """The tokens of a packed row [T] on this rank of the group."""
 
     group: dist.ProcessGroup
     places: np.ndarray
+    """[T / CP], of this rank's tokens, on the host."""
     owners: np.ndarray
+    """[T], the rank of each token of the row, on the host."""
     on_device: Tensor
+    """`places` on the device."""
     order: Tensor
+    """[T], on the device: each token's place in the ranks' parts, laid one after the other."""
 
     @classmethod
     def make(cls, widths: tuple[int, ...], group: dist.ProcessGroup, device: torch.device) -> "ContextCut":
-        """Return the cut of a row whose segments have these widths, each a multiple of 2 x CP."""
+        """Return the cut of a row with segments of these widths, each a multiple of 2 x CP."""
         return cls(group, *_cut(widths, group.rank(), group.size(), device))
 
     def part(self, values: Tensor) -> Tensor:
@@ -76,9 +76,11 @@ class ContextCut:
         return values.index_select(1, self.on_device)
 
     def task(self, task: Task) -> Task:
-        """Return what this rank's head is asked: the same about this rank's tokens. A count is of the whole
-        micro-batch: the rank with the first counted row has it, the others have 0. A head without any row asks for no
-        loss, and would lose it."""
+        """Return the same task about this rank's tokens, for its head.
+
+        A count is of the whole micro-batch: the rank with the first counted row has it, the others
+        have 0. A head without rows asks for no loss, and would lose the count.
+        """
         counted = np.zeros(task.targets_BS.size(1), dtype=bool)
         counted[task.counted_rows] = True
         changes: dict[str, Any] = dict(
@@ -93,17 +95,18 @@ class ContextCut:
         return replace(task, **changes)
 
     def once(self, number: Tensor) -> Tensor:
-        """Return a number that all ranks have such that it enters a sum over them once."""
+        """Return a number shared by all ranks such that a sum over them contains it once."""
         return number if self.group.rank() == 0 else torch.zeros_like(number)
 
     def answer(self, answer: Any, asked: HeadTask | None) -> Any:
-        """Return what the heads of all ranks answer about the whole micro-batch, the same on all of them. Collective.
+        """Return all heads' answer about the whole micro-batch, the same on all ranks. Collective.
 
-        Only what a loss is made of has a gradient. That of whole log-probs or values is of this rank's tokens alone, so
-        each rank sends its part of one loss backward; the loss that a head computed by itself is of its own tokens.
+        Only the inputs of a loss have a gradient. The gradient of whole log-probs or values is of
+        this rank's tokens only, so each rank sends its part of one loss backward. A loss computed
+        by a head is of the head's own tokens.
 
-        asked: of the micro-batch. Where its loss is summed by the heads, the log-probs are not put together but for a
-        comparison that reads those of older weights' tokens.
+        asked: about the whole micro-batch. If the heads sum its loss, log-probs are joined only for
+        the comparison on older weights' tokens.
         """
         if isinstance(answer, Tensor):
             return self.whole(answer)
@@ -124,7 +127,7 @@ class ContextCut:
         return HeadLoss(answer.loss_sum, log_probs, None, count, sums, maxima)
 
     def _at_counted_rows(self, values: Tensor | None, counted_rows: np.ndarray) -> Tensor:
-        """Return [N] of the micro-batch's counted rows, of each rank's [K]. Collective."""
+        """Return [N], of the micro-batch's counted rows, from each rank's [K]. Collective."""
         assert values is not None, "a head answers with the log-probs of its rows"
         counted = np.zeros(len(self.order), dtype=bool)
         counted[counted_rows] = True
@@ -133,7 +136,10 @@ class ContextCut:
         return row[0, to_device(counted_rows, values.device)]
 
     def whole(self, values: Tensor) -> Tensor:
-        """Return [1, T] of every rank's [1, T / CP]. Collective. The gradient is that of this rank's own tokens."""
+        """Return [1, T] from every rank's [1, T / CP]; only this rank's tokens have a gradient.
+
+        Collective.
+        """
         parts = values.new_empty(len(self.order))
         dist.all_gather_into_tensor(parts, values.detach().reshape(-1).contiguous(), group=self.group)
         row = parts.index_select(0, self.order)

@@ -1,4 +1,4 @@
-"""How many tokens of samples went to each expert in the forward passes of an update; padding does not count."""
+"""Tokens of samples per expert in the forward passes of an update, without padding."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,10 +10,11 @@ from megatron_dapo.models.layers import Router
 
 
 class ChunkLoad:
-    """Counts what the routers of a chunk of the model do.
+    """Counts the choices of a chunk's routers.
 
-    counts: [layers with experts, experts + 1] int64: the tokens of each expert, and last how many there should be of
-    all together, experts per token for each token. On the device, None before the first micro-batch.
+    counts: [layers with experts, experts + 1] int64, on the device; None before the first
+    micro-batch. The tokens of each expert; last, their expected total: experts per token for each
+    token.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:
@@ -25,8 +26,11 @@ class ChunkLoad:
 
     @contextmanager
     def during(self, is_token: Tensor | None) -> Iterator[None]:
-        """Count in the forward pass inside. is_token: [rows] bool, of the tokens that this rank's routers meet, which
-        of them belong to samples; None = count nothing. What is computed again in a backward pass is not counted."""
+        """Count in the forward pass inside, not in its recomputation for a backward pass.
+
+        is_token: [rows] bool, the tokens of samples among those met by this rank's routers; None to
+        count nothing.
+        """
         self._is_token = is_token
         try:
             yield

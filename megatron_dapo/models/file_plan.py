@@ -1,4 +1,4 @@
-"""Which tensors go to which file of a Hugging Face checkpoint, and in what order."""
+"""The files of a Hugging Face checkpoint, and the order of the tensors in them."""
 
 import json
 from collections.abc import Collection
@@ -17,20 +17,23 @@ _FILE_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class FilePlan:
-    """Which tensors go to which file.
-
-    files: name -> its tensors, in the order of their bytes. metadata: name -> the header's own entries. index: the
-    metadata of the index; none = a single file without index. num_bytes: of all tensors, as planned.
-    """
+    """The division of tensors into files."""
 
     files: dict[str, list[str]]
+    """Name -> its tensors, in the order of their bytes."""
     metadata: dict[str, dict[str, str]]
+    """Name -> the header's own entries."""
     index: dict[str, Any] | None
+    """Metadata of the index; None for a single file without index."""
     num_bytes: int
+    """Bytes of all tensors, as planned."""
 
     @classmethod
     def standard(cls, spec: ModelSpec, dtype: torch.dtype, file_bytes: int = _FILE_BYTES) -> "FilePlan":
-        """Plan files as transformers names them, of at most file_bytes (or one tensor). The same for every layout."""
+        """Divide into files named as by transformers, of at most file_bytes (or one tensor).
+
+        The same for every layout.
+        """
         parts: list[list[TensorSpec]] = []
         size = 0
         for name, shape in hf_tensors(spec).items():
@@ -50,7 +53,7 @@ class FilePlan:
 
     @classmethod
     def of(cls, folder: SafetensorsFolder, tensors: Collection[str]) -> "FilePlan":
-        """Plan the files of an existing checkpoint, with those of their tensors that are named."""
+        """Repeat the files of an existing checkpoint, with only the given tensors."""
         files = {}
         for name, file in folder.files.items():
             kept = [tensor for tensor in file.tensors if tensor in tensors]
@@ -62,7 +65,10 @@ class FilePlan:
         return cls(files, metadata, index, num_bytes)
 
     def index_json(self, num_bytes: int) -> str | None:
-        """Return the index as transformers writes it; none where there is none. num_bytes: really written."""
+        """Return the index as transformers writes it; None without one.
+
+        num_bytes: really written.
+        """
         if self.index is None:
             return None
         metadata = self.index if num_bytes == self.num_bytes else {**self.index, "total_size": num_bytes}

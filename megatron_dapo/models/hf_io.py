@@ -1,5 +1,8 @@
-"""Hugging Face checkpoints in and out: a rank reads only the slices that it holds, and files are written tensor after
-tensor, the same ones for every layout."""
+"""Hugging Face checkpoints in and out.
+
+A rank reads only its own slices. Files are written tensor after tensor, the same ones for every
+layout.
+"""
 
 import json
 import shutil
@@ -31,7 +34,7 @@ from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.staged_folder import StagedFolder
 
-# what belongs to a checkpoint besides the weights: configuration, tokenizer, chat template
+# a checkpoint's files besides the weights: configuration, tokenizer, chat template
 _MODEL_FILES = (
     "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template*", "additional_chat_templates/*.jinja",
@@ -43,11 +46,14 @@ Progress = Callable[[int, int], None]
 
 
 def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
-    """Raise UserError where the tensors of a checkpoint are not exactly those of its model.
+    """Raise UserError unless the tensors of a checkpoint are exactly those of its model.
 
-    Allowed besides: a second copy of a tied embedding, when it is one, the tables of old rotary embeddings, and layers
-    of multi-token prediction, which are numbered behind the model's own and are neither trained nor exported. A critic
-    may start from the body of a policy, whose head it leaves: its own may be missing, and is then new.
+    Extra tensors are allowed in three cases: an equal second copy of a tied embedding, tables of
+    old rotary embeddings, and layers of multi-token prediction. The latter are numbered behind the
+    model's own and neither trained nor exported.
+
+    A critic may start from the body of a policy, without the policy's head. Its own head may be
+    missing, and is then new.
     """
 
     def may_have(name: str) -> bool:
@@ -68,7 +74,7 @@ def check_hf_weights(folder: SafetensorsFolder, spec: ModelSpec) -> None:
 
 
 def exportable(spec: ModelSpec) -> set[str]:
-    """Return the names of the tensors that `export_hf` can write: the model's, and a tied head, the embedding."""
+    """Return the tensors for `export_hf` by name: the model's, and a tied head (the embedding)."""
     return {*hf_tensors(spec), LM_HEAD}
 
 
@@ -101,7 +107,7 @@ def load_hf_weights(
 ) -> None:
     """Fill this rank's parameters from a checkpoint folder.
 
-    Raises UserError that lists missing, unexpected and misshapen tensors.
+    Raises UserError with a list of missing, unexpected and misshapen tensors.
     """
     folder = path if isinstance(path, SafetensorsFolder) else SafetensorsFolder(path)
     check_hf_weights(folder, model.spec)
@@ -121,9 +127,10 @@ def load_hf_weights(
 
 
 def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | None = None) -> None:
-    """Copy config.json, tokenizer and the like from one checkpoint folder to another. Raises OSError.
+    """Copy config.json, tokenizer and the like from one checkpoint folder to another. Raises
+    OSError.
 
-    dtype: what config.json shall say, where it says another, because that is the one engines load in; none = as it is.
+    dtype: replaces another one in config.json, because engines load in it; None keeps the file.
     """
     for pattern in _MODEL_FILES:
         for file in Path(source_path).glob(pattern):
@@ -142,7 +149,8 @@ def copy_model_files(source_path: str | Path, out: Path, dtype: torch.dtype | No
 
 
 def _name_as_classifier(config: Path) -> None:
-    """Have a language model's config.json say that its body has a value head: a token classifier of one label."""
+    """Make a language model's config.json a token classifier's of one label: it has a value
+    head."""
     content = json.loads(config.read_text(encoding="utf-8"))
     names = [name.replace(LANGUAGE_MODEL, CLASSIFIERS[0]) for name in content["architectures"]]
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -161,17 +169,19 @@ def export_hf(
     replace: bool = True,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write the model as a Hugging Face checkpoint. Collective over all ranks; data-parallel rank 0 writes.
+    """Write the model as a Hugging Face checkpoint.
 
-    A rank holds one full tensor at a time. Raises UserError on every rank where one of them could not write.
+    Collective over all ranks; data-parallel rank 0 writes. A rank holds one full tensor at a time.
+    Raises UserError on every rank if one of them could not write.
 
     Args:
-        source_path: the checkpoint that config.json and the tokenizer are copied from.
-        out: a folder that the stages' nodes share; it appears when all is written.
-        plan: its files (standard: `model-00001-of-000NN.safetensors` of about 4 GB, the same for every layout).
+        source_path: the checkpoint with config.json and the tokenizer, for copying.
+        out: a folder shared by the stages' nodes; it appears when all is written.
+        plan: its files (standard: `model-00001-of-000NN.safetensors` of about 4 GB, the same for
+            every layout).
         dtype: of the files (standard: the model's).
-        replace: put it in the place of a folder that is there.
-        progress: is called with the bytes that this rank has written, and will write.
+        replace: put it in the place of an existing folder.
+        progress: called with this rank's bytes, written and in all.
     """
     dtype = dtype or model.config.params_dtype
     plan = plan or FilePlan.standard(model.spec, dtype)
@@ -198,17 +208,18 @@ def write_folder(
     add_files: Callable[[Path, int], None],
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write tensors of all ranks into a folder, which appears when all is written. Collective over all ranks; raises
-    UserError on every one where one of them could not write.
+    """Write tensors of all ranks into a folder; it appears when all is written.
+
+    Collective over all ranks. Raises UserError on every rank if one of them could not write.
 
     Args:
         source: of this rank's stage.
         plan: the files.
         shapes: of the tensors of all stages.
         dtype: of the files.
-        folder: where they go.
-        add_files: writes what belongs to them, given the folder and the bytes of all tensors; on rank 0. May raise
-            OSError.
+        folder: the files' place.
+        add_files: writes the other files, given the folder and the bytes of all tensors; on rank 0.
+            May raise OSError.
         progress: as for `export_hf`.
     """
     is_main = layout.rank == 0
@@ -228,7 +239,10 @@ def write_folder(
 
 
 class _Export:
-    """One export. A rank that cannot write goes on taking part, so that nobody waits for it, and has a `problem`."""
+    """One export. A rank unable to write takes part until the end, so that no other waits for it.
+
+    It keeps the reason as `problem`.
+    """
 
     def __init__(
         self,
@@ -256,13 +270,13 @@ class _Export:
         self.num_bytes = 0
 
     def _owners(self) -> dict[str, int]:
-        """Return tensor -> the rank that has it whole once it is gathered. The same on all ranks."""
+        """Return tensor -> the rank with it whole after gathering. The same on all ranks."""
         own_names = list(self._stage_specs) if self._layout.is_source else []
         names_of_ranks = self._layout.gather(own_names)
         return {name: rank for rank, names in enumerate(names_of_ranks) for name in names}
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do it unless something failed before; remember what failed."""
+        """Do it unless something failed before; remember a failure."""
         if self.problem is not None:
             return
         try:
@@ -279,15 +293,15 @@ class _Export:
         self.check()
 
     def check(self) -> None:
-        """Raise UserError where something failed."""
+        """Raise UserError if something failed."""
         if self.problem is not None:
             raise UserError(self.problem)
 
     def write_files(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Write all files of the plan. shapes: of the model's tensors.
+        """Write all files of the file plan. shapes: of the model's tensors.
 
-        Those that need tensors of several stages come first: then no stage waits for the work of another while it could
-        do its own.
+        Files with tensors of several stages come first. Otherwise a stage would wait for another's
+        work instead of doing its own.
         """
         shapes = shapes | {copy: shapes[name] for copy, name in self._stored_as.items()}
         tensors = {
@@ -319,9 +333,9 @@ class _Export:
         return opened[0] if opened else None
 
     def _move(self, spec: TensorSpec, owner: int, target: int, writer: FileWriter | None) -> None:
-        """Move one tensor from the stage that has it into the file that `target` writes.
+        """Move one tensor from its owner's stage into the file written by `target`.
 
-        writer: of that file, on `target`, while it can be written.
+        writer: of that file, on `target`, as long as it can be written.
         """
         rank = self._layout.rank
         stage_spec = self._stage_specs.get(self._stored_as.get(spec.name, spec.name))

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA) in Megatron's attention: queries, keys and values, and the weights they come from.
+"""Multi-head latent attention (MLA) in Megatron's attention: queries, keys, values, their weights.
 
-Megatron-core's own class makes tables of angles on a GPU, also where there is none, and reads the offsets of segments
-back to the host in every layer (rotary.py).
+Megatron-core's own class makes tables of angles on a GPU, even on a machine without one. It also
+reads the offsets of segments back to the host in every layer (rotary.py).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from megatron_dapo.models.rotary import Rotary
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A product that each tensor-parallel rank computes with the whole weight, of the tokens that it has."""
+    """A product with the whole weight on each tensor-parallel rank, over the rank's own tokens."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
         super().__init__()
@@ -40,17 +40,20 @@ class ReplicatedLinear(torch.nn.Module):
 
 @dataclass
 class LatentSubmodules(SelfAttentionSubmodules):
-    """linear_qkv: what makes a column-parallel product. latent: the sizes."""
+    """linear_qkv: the maker of a column-parallel product. latent: the sizes."""
 
     latent: LatentAttention | None = None
 
 
 class LatentSelfAttention(Attention):
-    """Megatron's attention, with queries, keys and values as DeepSeek-V2 computes them (arXiv 2405.04434, section 2.1).
+    """Megatron's attention, with DeepSeek-V2's queries, keys and values (arXiv 2405.04434, section
+    2.1).
 
-    The two vectors of a token, and its rotated keys, are one product of the hidden states, which each tensor-parallel
-    rank computes of its own tokens; the products after it are cut by heads. The rotated dimensions come first in a head
-    here, where `layers.PackedAttention`, or Megatron before Transformer Engine's attention, rotates them.
+    A token's two vectors and its rotated keys are one product of the hidden states. Each
+    tensor-parallel rank computes it for its own tokens; the products after it are cut by heads.
+
+    Here the rotated dimensions come first in a head. `layers.PackedAttention` rotates them, or
+    Megatron does before Transformer Engine's attention.
     """
 
     def __init__(
@@ -105,8 +108,10 @@ class LatentSelfAttention(Attention):
         return query, torch.cat([rotated_key, plain_key], dim=-1), value
 
     def _of_all_tokens(self, rotated_key: Tensor) -> Tensor:
-        """Return the rotated keys of all tokens; backward, the gradients of all tensor-parallel ranks' heads are
-        summed."""
+        """Return the rotated keys of all tokens.
+
+        Backward sums the gradients of all tensor-parallel ranks' heads.
+        """
         if self.pg_collection.tp.size() == 1:
             return rotated_key
         assert self.config.sequence_parallel, "models with experts need it"
@@ -114,11 +119,11 @@ class LatentSelfAttention(Attention):
 
 
 def suits_transformer_engine(latent: LatentAttention) -> bool:
-    """Return whether Transformer Engine's attention has a kernel here that trains keys and values of these widths: then
-    values are not padded to the width of keys.
+    """Return whether Transformer Engine's attention can train keys and values of these widths here.
 
-    On Hopper and Blackwell of data centers cuDNN has one for DeepSeek's, 192 and 128, and for narrower ones (TE 2.18,
-    common/fused_attn/fused_attn.cpp, and its attention's utils.py for compute capability 12).
+    Then values are not padded to the width of keys. On Hopper and Blackwell of data centers, cuDNN
+    has a kernel for DeepSeek's widths, 192 and 128, and for narrower ones. Source: TE 2.18,
+    common/fused_attn/fused_attn.cpp, and its attention's utils.py for compute capability 12.
     """
     widths = latent.key_dim, latent.value_dim
     is_known = widths == (192, 128) or (max(widths) <= 128 and all(width % 8 == 0 for width in widths))
@@ -126,9 +131,9 @@ def suits_transformer_engine(latent: LatentAttention) -> bool:
 
 
 def put_latent_attention(layer: ModuleSpec, latent: LatentAttention, rotary: Rotary | None) -> None:
-    """Put the attention in the place of a layer's own, whose norm before it and products are apart.
+    """Replace a layer's attention, with its products separate from the norm before it.
 
-    rotary: of our core attention; None = Megatron rotates, and Transformer Engine attends.
+    rotary: of our core attention; None if Megatron rotates and Transformer Engine attends.
     """
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention

@@ -1,4 +1,5 @@
-"""The parts of a layer that Megatron has only through Transformer Engine: RMSNorm, packed attention, the router."""
+"""Parts of a layer that Megatron has only through Transformer Engine: RMSNorm, attention,
+router."""
 
 import inspect
 import math
@@ -32,17 +33,18 @@ from megatron_dapo.models.segments import segments_by_length
 
 
 def mark(parameter: torch.nn.Parameter, **marks: bool) -> None:
-    """Set the attributes by which Megatron knows how a parameter is cut and where its gradient is summed."""
+    """Set Megatron's attributes of a parameter: its cut, and the ranks of its gradient's sum."""
     for name, value in marks.items():
         setattr(parameter, name, value)
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models. Zero-centered, it
-    multiplies by 1 + weight, and before it rounds to the type of x, as Gemma does.
+    """x / rms(x) * weight over the last axis, statistics in float32 as in Hugging Face's models.
 
-    Megatron's own wrapper of torch.nn.RMSNorm refuses sequence parallelism. The weight is marked, so that its gradient
-    is summed over the tensor-parallel ranks that each saw a part of the sequence.
+    Zero-centered, it multiplies by 1 + weight before rounding to the type of x, as Gemma does.
+
+    Megatron's own wrapper of torch.nn.RMSNorm refuses sequence parallelism. The mark on the weight
+    sums its gradient over the tensor-parallel ranks, each with a part of the sequence.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-6, **unused) -> None:
@@ -63,18 +65,20 @@ class RMSNorm(torch.nn.Module):
 
 
 class ProductRoundedNorm(RMSNorm):
-    """RMSNorm that rounds to the type of x once, when it has multiplied by the weight, as gpt-oss does."""
+    """RMSNorm with one rounding to the type of x, after the product with the weight (gpt-oss)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self._normed(x) * self.weight.float()).to(x.dtype)
 
 
 class OutputNorm(RMSNorm):
-    """Norms what a block of a layer, attention or MLP, adds to the hidden states: Megatron's bias_dropout_add, with
-    neither a bias nor dropout."""
+    """Norms the output of a layer's block, attention or MLP, and adds it to the hidden states.
+
+    It takes the place of Megatron's bias_dropout_add, with neither a bias nor dropout.
+    """
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:  # type: ignore[override]
-        """Return what adds, as Megatron asks for it in each pass."""
+        """Return the adder, which Megatron asks for in each pass."""
         return self._add
 
     def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -91,22 +95,24 @@ def norm_outputs(layer: ModuleSpec, config: TransformerConfig) -> None:
 
 
 class PackedAttention(MegatronModule):
-    """Rotary, causal attention inside each segment: Megatron's `core_attention`, [S, B, heads, dim] or packed
-    [T, heads, dim].
+    """Rotary, causal attention inside each segment: Megatron's `core_attention`.
 
-    Packed, on a GPU, in half precision, without sinks: torch's variable-length flash attention in one launch, and
-    nothing is read back to the host. Elsewhere: one scaled_dot_product_attention for all segments of like length, each
-    padded to a length that follows from its own, which gives it the bits that it would have alone. No token looks at
-    the padding to its right.
+    Inputs are [S, B, heads, dim], or packed [T, heads, dim].
 
-    In a layer with a window a token sees the last tokens of its segment alone.
+    Packed, on a GPU, in half precision, without sinks: torch's variable-length flash attention in
+    one launch, and nothing is read back to the host. Elsewhere: one scaled_dot_product_attention
+    for all segments of like length. Padding follows from a segment's own length, so the segment
+    keeps the bits of a batch of its own. No token looks at the padding to its right.
 
-    With sinks (softmax_type learnable) each head has a number that stands beside the scores in the softmax, and has no
-    value: the weights of the tokens sum up to less than 1 (gpt-oss; arXiv 2309.17453 has a token in its place).
+    In a layer with a window, a token sees only the last tokens of its segment.
+
+    With sinks (softmax_type learnable), each head has a number without a value, beside the scores
+    in the softmax. The weights of the tokens sum up to less than 1 (gpt-oss; arXiv 2309.17453 has a
+    token in its place).
 
     Context-parallel ranks attend from their own tokens to the gathered keys and values of all.
 
-    Values with fewer dimensions than keys are padded with zeros, for which kernels need no second width.
+    Values with fewer dimensions than keys are padded with zeros: kernels have one width.
     """
 
     def __init__(
@@ -122,12 +128,12 @@ class PackedAttention(MegatronModule):
         local_rotary: Rotary | None = None,
         **unused,
     ):
-        """rotary: of the layers that see all. local_rotary: of those with a window; none = the same."""
+        """rotary: of layers with full attention. local_rotary: of windows; None for the same."""
         super().__init__(config=config)
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         is_local = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._rotary = local_rotary if is_local and local_rotary else rotary
-        # tokens before its own that a token sees; -1 = all, as in flash attention
+        # visible tokens before a token's own; -1 for all, as in flash attention
         self._num_before = config.window_size[0] if is_local else -1
         self._context_group = pg_collection.cp if config.context_parallel_size > 1 else None
         self.softmax_offset: torch.nn.Parameter | None = None
@@ -137,7 +143,7 @@ class PackedAttention(MegatronModule):
             self._tp_group = pg_collection.tp
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Describe the sinks, which are cut by heads, as Megatron's own attention does."""
+        """Describe the sinks, cut by heads, as Megatron's own attention does."""
         if self.softmax_offset is None:
             return {}
         state = self.state_dict(prefix="", keep_vars=True)
@@ -154,8 +160,10 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return [S, B, heads * dim], or [T, heads * dim] when packed. There is no mask but the causal one: padding
-        sits to the right, where no query looks."""
+        """Return [S, B, heads * dim], or [T, heads * dim] if packed.
+
+        The only mask is the causal one: padding lies to the right, out of every query's sight.
+        """
         assert attention_bias is None and attention_mask is None
         width = value.size(-1)
         missing = key.size(-1) - width
@@ -191,8 +199,10 @@ class PackedAttention(MegatronModule):
     def _from_own_tokens(
         self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, group: ProcessGroup
     ) -> Tensor:
-        """Return [T / CP, heads * dim] of this rank's tokens (`models.context_parallel`). In each segment they are two
-        chunks; a chunk attends to all keys up to its own end."""
+        """Return [T / CP, heads * dim] of this rank's tokens (`models.context_parallel`).
+
+        In each segment they are two chunks; a chunk attends to all keys up to its own end.
+        """
         rank, size = group.rank(), group.size()
         bounds = tuple(offsets.tolist())
         cut = ContextCut.make(tuple(end - start for start, end in pairwise(bounds)), group, query.device)
@@ -216,8 +226,10 @@ class PackedAttention(MegatronModule):
         return torch.cat(attended).index_select(0, own.inverse).flatten(1)
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend causally, the last query to all keys, or to those of its window; [B, heads, S, dim] each, KV with
-        fewer heads."""
+        """Attend causally, the last query to all keys, or to those of its window.
+
+        [B, heads, S, dim] each; keys and values may have fewer heads.
+        """
         grouped = query.size(1) != key.size(1)
         mask = None
         has_window = 0 <= self._num_before < key.size(2) - 1
@@ -234,9 +246,12 @@ class PackedAttention(MegatronModule):
     def _with_sink(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the same with a key before all others, which all queries see, and whose value is 0. Two more
-        dimensions make their product the head's sink, and leave the products with other keys as they were. They are
-        two because in half precision one would round the sink, divided by the scale, a second time."""
+        """Return the same with one more key before all others, visible to all queries, of value 0.
+
+        Two more dimensions make its product with a query the head's sink, and leave the other
+        products as they were. With a single one, half precision would round the sink, divided by
+        the scale, a second time.
+        """
         if mask is None:
             mask = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
         divided = sinks.float() / self.softmax_scale
@@ -250,7 +265,7 @@ class PackedAttention(MegatronModule):
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11 has no such argument, and takes fewer heads of keys and values without it
+        # torch 2.11 lacks this argument, and takes fewer heads of keys and values without it
         asked = _has_parameter(varlen_attn, "enable_gqa")
         grouped: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1)} if asked else {}
         attended = varlen_attn(
@@ -277,14 +292,14 @@ def _has_parameter(function: Callable, name: str) -> bool:
 class Router(TopKRouter):
     """Chooses the experts of a token and their weights.
 
-    Logits in the model's type, or in float32 (`moe_router_dtype`), scores and weights in float32, as Hugging Face and
-    the servers compute them: tokens between two experts fall alike. Megatron's own logits need Transformer Engine
-    (megatron-core 0.16.1).
+    Logits are in the model's type or in float32 (`moe_router_dtype`), scores and weights in
+    float32. Hugging Face and the servers compute them so: tokens between two experts fall alike.
+    Megatron's own logits need Transformer Engine (megatron-core 0.16.1).
 
-    The bias by which a sigmoid router chooses is a parameter without gradient, where Megatron has a buffer: so it is
-    loaded, sent and saved as any other weight, and nothing changes it.
+    A sigmoid router's bias for the choice is a parameter without gradient, in Megatron a buffer. So
+    it is loaded, sent and saved as any other weight, and stays constant.
 
-    on_routed: is told, [rows, experts] bool, which tokens go to which expert.
+    on_routed: called with each choice, [rows, experts] bool.
     """
 
     on_routed: Callable[[Tensor], None] | None = None
@@ -296,7 +311,10 @@ class Router(TopKRouter):
             self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
 
     def _apply(self, fn, recurse: bool = True) -> "Router":
-        """Move it, and convert all but the bias, which Megatron's wrapper for half precision would round."""
+        """Move it, and convert all but the bias.
+
+        Megatron's wrapper for half precision would round the bias.
+        """
         bias = self.expert_bias.detach() if self.expert_bias is not None else None
         super()._apply(fn, recurse)
         if bias is not None:
@@ -316,17 +334,20 @@ class Router(TopKRouter):
 
 
 def submodules_of(spec: ModuleSpec | partial) -> Any:
-    """Return what an MLP or a mixture is made of: Megatron-core 0.16 has it in a ModuleSpec, 0.19 in a partial."""
+    """Return the parts of an MLP or a mixture.
+
+    Megatron-core 0.16 has them in a ModuleSpec, 0.19 in a partial.
+    """
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """Return the GELU of Gemma, which has a tanh for the error function."""
+    """Return Gemma's GELU, with a tanh for the error function."""
     return F.gelu(x, approximate="tanh")
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """Return x sigmoid(1.702 x), an approximation of GELU (arXiv 1606.08415, section 2), which gpt-oss has."""
+    """Return x sigmoid(1.702 x), gpt-oss's approximation of GELU (arXiv 1606.08415, section 2)."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -338,9 +359,11 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class TwoRopesAttention(SelfAttention):
-    """Megatron's attention with Transformer Engine, whose layers with a window have rotary frequencies of their own.
+    """Megatron's attention with Transformer Engine, and rotary frequencies of their own for
+    windows.
 
-    The model hands angles of both kinds to all layers: Megatron doubles them, [global, local, global, local].
+    The model hands angles of both kinds to all layers: Megatron doubles them, [global, local,
+    global, local].
     """
 
     def forward(self, *arguments: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
@@ -351,15 +374,15 @@ class TwoRopesAttention(SelfAttention):
 
 
 def angles_of(angles: Tensor, is_local: bool) -> Tensor:
-    """Return the angles of one kind of layers, [..., dim], from those of both kinds, [..., 2 dim]."""
+    """Return the angles of one kind of layers, [..., dim], from both kinds' [..., 2 dim]."""
     return angles.unflatten(-1, (2, 2, -1))[..., :, int(is_local), :].flatten(-2)
 
 
 class BiasedExpertOutput(RowParallelLinear):
-    """The last product of an expert that has a bias.
+    """The last product of an expert with a bias.
 
-    Megatron adds the bias to the product in place. Autograd forbids that where a custom function has returned its input
-    as it was, as the sum over one rank does.
+    Megatron adds the bias to the product in place. Autograd forbids this after a custom function
+    returned its input unchanged, as the sum over one rank does.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -378,9 +401,13 @@ def local_layer_spec(
 ) -> ModuleSpec:
     """Return Megatron's layer without Transformer Engine, with the parts above in their places.
 
-    The attention rotates by itself: the model around it is built without position embeddings. num_experts: none =
-    dense. local_rotary: of layers with a window; none = `rotary`. linear_biases: experts have biases. norm: of what
-    both blocks are given.
+    The attention rotates by itself: the model around it has no position embeddings.
+
+    Args:
+        num_experts: None for a dense layer.
+        local_rotary: of layers with a window; None for `rotary`.
+        linear_biases: experts have biases.
+        norm: of both blocks' inputs.
     """
     spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=qk_norm, normalization="RMSNorm")
     layer = spec.submodules

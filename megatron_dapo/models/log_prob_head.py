@@ -1,7 +1,8 @@
-"""The head that answers with log-probabilities: takes the place of Megatron's `output_layer`, keeps its parameter.
+"""The head of log-probs: takes the place of Megatron's `output_layer` and keeps its parameter.
 
-It is given the last hidden states and a task, and returns one log-prob per position instead of V logits, or the loss
-itself, computed only where the mask counts. One head serves the old, the reference and the training pass.
+From the last hidden states and a task, it returns one log-prob per position instead of V logits, or
+the loss itself. It computes only the counted rows. One head serves the old, the reference and the
+training pass.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -33,53 +34,49 @@ from megatron_dapo.kernels.row_plan import RowPlan, to_device
 
 @dataclass(frozen=True, eq=False)
 class HeadTask:
-    """What every task has.
-
-    targets_BS: [B, S] int64, the next token of each position. counted_rows: [N] ascending positions s * B + b where an
-    answer is wanted.
-    """
+    """The common part of all tasks."""
 
     targets_BS: Tensor
+    """[B, S] int64, the next token of each position."""
     counted_rows: np.ndarray
+    """[N] ascending positions s * B + b of the wanted answers."""
     temperature: float
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreTask(HeadTask):
-    """Asks for log-probs.
-
-    kl_reference: what a KL over the whole vocabulary is measured to, where it is wanted. keep_hidden: keep the hidden
-    states, to be such a reference for another model. with_gradient: log-probs, and the entropy where it is wanted, are
-    sent backward.
-    """
+    """Asks for log-probs."""
 
     kl_reference: KLReference | None = None
+    """The other model of a KL over the whole vocabulary, if wanted."""
     keep_hidden: bool = False
+    """Keep the hidden states, as such a reference for another model."""
     with_gradient: bool = False
+    """Send log-probs, and a wanted entropy, backward."""
     want_entropy: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class LossTask(HeadTask):
-    """Asks for the summed loss of `tokens`, whose fields are [B, S]. kl_reference: of a loss with a KL over the whole
-    vocabulary."""
+    """Asks for the summed loss of `tokens`, with fields [B, S]."""
 
     tokens: TokenBatch
     loss: LossConfig
     kl_reference: KLReference | None = None
+    """For a loss with a KL over the whole vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The answer to a `ScoreTask`: [B, S] float32, 0 where nothing was asked.
-
-    full_kl: where the task has a reference. kept: what the task wanted kept. entropy: where it is wanted.
-    """
+    """The answer to a `ScoreTask`: [B, S] float32, 0 outside the counted rows."""
 
     log_probs: Tensor
     full_kl: Tensor | None
+    """With the task's reference."""
     kept: KLReference | None
+    """With the task's `keep_hidden`."""
     entropy: Tensor | None = None
+    """If the task wants it."""
 
 
 class LogProbHead(torch.nn.Module):
@@ -87,15 +84,19 @@ class LogProbHead(torch.nn.Module):
 
     def __init__(self, output_layer: ColumnParallelLinear, vocab_size: int, chunk_size: int, fused: bool) -> None:
         super().__init__()
-        self.weight = output_layer.weight  # None where the embedding on the same stage is used
+        self.weight = output_layer.weight  # None if tied to the stage's embedding
         self.sequence_parallel = output_layer.sequence_parallel
-        self._linear = (output_layer,)  # in a tuple: not a submodule, its parameter has one name only
+        # in a tuple: not a submodule, its parameter has one name only
+        self._linear = (output_layer,)
         self._vocab_size = vocab_size
         self._chunk_size = chunk_size
         self.is_fused = fused
 
     def forward(self, hidden: Tensor, weight: Tensor | None, task: ScoreTask | LossTask) -> Scores | HeadLoss:
-        """Answer a task about hidden [S (/ tp with sequence parallelism), B, H]; weight: that of a tied embedding."""
+        """Answer a task about hidden [S (/ tp with sequence parallelism), B, H].
+
+        weight: of a tied embedding.
+        """
         weight = self.weight if weight is None else weight
         rows = to_device(task.counted_rows, hidden.device)
         targets = _in_order(task.targets_BS)[rows]
@@ -169,12 +170,17 @@ class LogProbHead(torch.nn.Module):
         *,
         want_entropy: bool,
     ) -> TokenOutputs:
-        """Return what the model says of the counted rows [N], with gradient; collective over the tensor ranks."""
+        """Return the model's outputs at the counted rows [N], with gradient.
+
+        Collective over the tensor-parallel ranks.
+        """
         group = self._linear[0].tp_group
         if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=group)  # backward: reduce-scatter
+            # backward: reduce-scatter
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
         else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)  # backward: all-reduce
+            # backward: all-reduce
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
         hidden = hidden.flatten(0, 1).index_select(0, rows)
         log_probs, entropy = linear_logprob_entropy(
             hidden,
@@ -211,7 +217,7 @@ class LogProbHead(torch.nn.Module):
         return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return what Megatron's own output layer would: the name in a checkpoint is its."""
+        """Return the same as Megatron's own output layer: the name in a checkpoint is its."""
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)
 
 
@@ -221,7 +227,7 @@ def _in_order(values_BS: Tensor) -> Tensor:
 
 
 def _in_order_of_rows(tokens: TokenBatch, rows: Tensor) -> TokenBatch:
-    """Return the tokens, whose fields are [B, S], at the counted rows alone."""
+    """Return the tokens, with fields [B, S], at the counted rows only."""
     values = {field.name: getattr(tokens, field.name) for field in fields(tokens)}
     per_token = {name: _in_order(v) for name, v in values.items() if isinstance(v, Tensor) and v.dim()}
     return replace(tokens, **per_token).select(rows)

@@ -1,10 +1,14 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's parallel linear layers, whose weights are frozen.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) beside Megatron's frozen parallel linear layers.
 
-Every Hugging Face module has an adapter of its own, also where Megatron has several in one layer (q, k and v; gate and
-up), so that they are what PEFT knows. A layer's output gets B (A x) x alpha / rank besides. Of a layer that is cut by
-rows of its weight (column-parallel) each tensor-parallel rank has its rows of B and all of A; of one that is cut by
-columns (row-parallel) its columns of A and all of B; of one that is not cut all of both. So all that travels has `rank`
-numbers per token. Servers and exports get W + alpha / rank x B A, computed tensor by tensor on its way; the weight W
+Every Hugging Face module has an adapter of its own, as PEFT expects. So Megatron's layer of several
+modules (q, k and v; gate and up) has several adapters. They add B (A x) x alpha / rank to a layer's
+output.
+
+Tensor-parallel ranks cut an adapter as its layer. Column-parallel, by rows of the weight: a rank
+has its rows of B and all of A. Row-parallel, by columns: its columns of A and all of B. Uncut: all
+of both. So only `rank` numbers per token travel.
+
+Servers and exports get W + alpha / rank x B A, computed tensor by tensor on its way. The weight W
 itself stays as it was read.
 """
 
@@ -38,7 +42,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def _adapter_names(weight_name: str) -> tuple[str, str]:
-    """Return the names of A and B, as in a PEFT file, of the module whose weight has this name."""
+    """Return the names of A and B, as in a PEFT file, for the module with this weight."""
     module = PEFT_PREFIX + weight_name.removesuffix(".weight")
     return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
@@ -56,9 +60,10 @@ def adapter_tensors(spec: ModelSpec, lora: LoraSettings) -> dict[str, tuple[int,
 class LinearAdapter(torch.nn.Module):
     """The adapters of one linear layer.
 
-    Its parameters are A [rank, in] and B [out, rank] of each Hugging Face module that is a target, as far as this rank
-    holds them; all belong to this module itself, for Megatron gathers parameters module by module. entry: of the
-    layer's weight. is_on: whether the layer's output gets anything.
+    Its parameters are this rank's part of A [rank, in] and B [out, rank] of each targeted Hugging
+    Face module. All belong to this module itself, for Megatron gathers parameters module by module.
+
+    entry: of the layer's weight. is_on: whether the layer's output gets anything.
     """
 
     def __init__(self, entry: Entry, spec: ModelSpec, layout: ParallelLayout, lora: LoraSettings) -> None:
@@ -72,7 +77,7 @@ class LinearAdapter(torch.nn.Module):
         self._scale = lora.scale
         self._rank = lora.rank
         self._out_sizes: list[int] = []
-        self._targets: list[int] = []  # which of the entry's Hugging Face modules
+        self._targets: list[int] = []  # indices of the entry's Hugging Face modules
         for index, part in enumerate(entry.transform.split(entry.parameter.detach(), spec)):
             self._out_sizes.append(part.size(0))
             if lora.is_target(entry.hf_names[index]):
@@ -80,7 +85,10 @@ class LinearAdapter(torch.nn.Module):
                 self._add_pair(index, part, lora)
 
     def _add_pair(self, index: int, weight: Tensor, lora: LoraSettings) -> None:
-        """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero. weight: this rank's."""
+        """Make A and B of one module: A as PEFT draws it, the same at every layout, B zero.
+
+        weight: this rank's.
+        """
         cut = self._cut
         whole_in = weight.size(1) * (self._num_places if cut == 1 else 1)
         name_a, _ = _adapter_names(self.entry.hf_names[index])
@@ -95,13 +103,14 @@ class LinearAdapter(torch.nn.Module):
             self._mark(parameter, cut_dim=cut if (cut, kind) in ((0, "B"), (1, "A")) else None)
 
     def _mark(self, parameter: torch.nn.Parameter, cut_dim: int | None) -> None:
-        """Tell Megatron how the parameter is cut, and over whom its gradient is summed.
+        """Tell Megatron a parameter's cut and the ranks of its gradient's sum.
 
-        What is whole on every tensor-parallel rank sees, with sequence parallelism, a part of the tokens only; without
-        it all ranks compute the same gradient, because what comes from the cut half is summed in the backward pass. Of
-        an expert it is summed there too (`_half`), and counts once in the norm.
+        A parameter whole on every tensor-parallel rank sees, with sequence parallelism, only a part
+        of the tokens. Without it, all ranks compute the same gradient, because the backward pass
+        sums the cut half's part. For an expert it is summed there, too (`_half`), and counts once
+        in the norm.
         """
-        if self.entry.expert is not None:  # as `build._mark_experts` does of the experts themselves
+        if self.entry.expert is not None:  # as `build._mark_experts` for the experts
             is_counted = cut_dim is not None or self._place == 0 or self._cut is None
             mark(parameter, allreduce=False, tensor_model_parallel=True, shared=not is_counted)
         elif cut_dim is None:
@@ -114,15 +123,16 @@ class LinearAdapter(torch.nn.Module):
         return getattr(self, f"A{index}"), getattr(self, f"B{index}")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer's output gets. x: the layer's input, as this rank has it."""
+        """Return the addition to the layer's output. x: the layer's input on this rank."""
         low = F.linear(x, torch.cat([self._half("A", index) for index in self._targets])) * self._scale
         return F.linear(self._shared(low), self._joined_b())
 
     def _half(self, kind: str, index: int) -> Tensor:
-        """Return A or B of a module, as the product takes it.
+        """Return A or B of a module for its product.
 
-        The ranks over which an expert is cut have the same tokens. Megatron sums what they give to these, and back to
-        their inputs; so the half that is whole stands beside a part of the other, and its gradient is summed here.
+        The ranks of a cut expert have the same tokens. Megatron sums their outputs, and their
+        gradients of the inputs. So the whole half stands beside a part of the other, and its
+        gradient is summed here.
         """
         parameter = getattr(self, f"{kind}{index}")
         if self.entry.expert is None or (self._cut, kind) not in ((0, "A"), (1, "B")):
@@ -145,8 +155,10 @@ class LinearAdapter(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=group)
 
     def _joined_b(self) -> Tensor:
-        """Return all B as one matrix, its rows in the order of the layer's own, with zeros where a row has nothing of
-        another module's A."""
+        """Return all B as one matrix, its rows in the order of the layer's own.
+
+        A row has zeros for the A of the other modules.
+        """
         width = len(self._targets) * self._rank
         blocks = []
         for index, size in enumerate(self._out_sizes):
@@ -158,19 +170,22 @@ class LinearAdapter(torch.nn.Module):
         return self.entry.transform.join(blocks, self._spec)
 
     def add_to(self, linear: torch.nn.Module, inputs: tuple, output: tuple) -> tuple:
-        """Add to a layer's output; a forward hook of it. Megatron's layers return (output, bias)."""
+        """Add to a layer's output, as its forward hook. Megatron's layers return (output, bias)."""
         if not self.is_on:
             return output
         return (output[0] + self(inputs[0]), *output[1:])
 
     def merged(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return W + alpha / rank x B A of each module, rounded once; parts: this rank's W, which stay as they are."""
+        """Return W + alpha / rank x B A of each module, rounded once.
+
+        parts: this rank's W; they stay as they are.
+        """
         merged = list(parts)
         for index in self._targets:
             a, b = (values.detach().float() for values in self.pair(index))
             weight = parts[index]
             total = torch.addmm(weight.float(), b, a, alpha=self._scale).to(weight.dtype)
-            merged[index] = torch.where(total == weight, weight, total)  # so that a zero keeps its sign
+            merged[index] = torch.where(total == weight, weight, total)  # a zero keeps its sign
         return merged
 
     def entries(self) -> Iterator[Entry]:
@@ -182,7 +197,10 @@ class LinearAdapter(torch.nn.Module):
             yield self._half_entry(b, name_b, 0, self.entry.blocks[index])
 
     def _half_entry(self, parameter: torch.nn.Parameter, name: str, cut: int, blocks: tuple[int, ...]) -> Entry:
-        """Return the entry of A or B. cut, blocks: where the layer is cut along this axis; otherwise it is whole."""
+        """Return the entry of A or B. cut, blocks: as of a layer cut along this axis.
+
+        For another layer the half is whole.
+        """
         is_cut = cut == self._cut
         return Entry(
             parameter,
@@ -204,7 +222,8 @@ class ChunkAdapters(torch.nn.ModuleList):
         self._layout = layout
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Describe every parameter as Megatron's modules do: under PEFT's name, and as a part of the whole tensor."""
+        """Describe every parameter as Megatron's modules do: under PEFT's name, a part of the
+        whole."""
         described = {}
         for entry in self._entries:
             (name,) = entry.hf_names
@@ -220,7 +239,7 @@ class ChunkAdapters(torch.nn.ModuleList):
     def _describe(self, entry: Entry, key: str, values: Tensor) -> ShardedTensor:
         place, num_places = self._layout.place(of_expert=entry.expert is not None)
         offsets = [] if entry.cut is None else [(entry.cut, place, num_places)]
-        copy = place if entry.cut is None else 0  # the tensor has as many
+        copy = place if entry.cut is None else 0  # one copy per place
         return ShardedTensor.from_rank_offsets(key, values, *offsets, replica_id=(copy, 0, 0))
 
     def _describe_blocks(
@@ -233,7 +252,7 @@ class ChunkAdapters(torch.nn.ModuleList):
 
 
 def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lora: LoraSettings) -> None:
-    """Freeze a chunk's weights, and put an adapter beside every linear layer that has a target."""
+    """Freeze a chunk's weights, and put an adapter beside every linear layer with a target."""
     chunk.requires_grad_(False)
     owners = {id(p): module for module in chunk.modules() for p in module.parameters(recurse=False)}
     adapters = []
@@ -248,19 +267,21 @@ def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lor
 
 
 def _ask_for_gradient(embedding: torch.nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """Have the first layer's input ask for a gradient, as where all weights are trained: a layer that is recomputed,
-    and a stage without layers, send none backward otherwise."""
+    """Have the first layer's input ask for a gradient, as if all weights were trained.
+
+    Otherwise a recomputed layer, and a stage without layers, send none backward.
+    """
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def adapters_of(chunks: Sequence[ModelChunk]) -> list[LinearAdapter]:
-    """Return the adapters of a rank's chunks; none where the whole model is trained."""
+    """Return the adapters of a rank's chunks; none if the whole model is trained."""
     return [adapter for chunk in chunks for adapter in getattr(chunk, "adapters", ())]
 
 
 @contextmanager
 def without_adapters(chunks: Sequence[ModelChunk]) -> Iterator[None]:
-    """Have the chunks compute what they would without adapters, inside the block."""
+    """Have the chunks compute without adapters inside the block."""
     adapters = adapters_of(chunks)
     for adapter in adapters:
         adapter.is_on = False

@@ -36,7 +36,10 @@ def _entries(model: ModelParts) -> list[Entry]:
 
 @torch.no_grad()
 def load_adapters(model: ModelParts, layout: ParallelLayout, path: str | Path) -> None:
-    """Fill this rank's adapters from a PEFT folder. Raises UserError where its tensors are not the model's."""
+    """Fill this rank's adapters from a PEFT folder.
+
+    Raises UserError for tensors of another model.
+    """
     assert model.lora is not None, "the model has adapters"
     folder = SafetensorsFolder(path, KEY)
     expected = adapter_tensors(model.spec, model.lora)
@@ -58,8 +61,10 @@ def load_adapters(model: ModelParts, layout: ParallelLayout, path: str | Path) -
 
 
 def export_adapters(model: ModelParts, layout: ParallelLayout, base_model: str, out: str | Path) -> None:
-    """Write the adapters as a PEFT folder, which appears when all is written. Collective over all ranks; raises
-    UserError on all. base_model: path of the model that they are of."""
+    """Write the adapters as a PEFT folder; it appears when all is written.
+
+    Collective over all ranks; raises UserError on all. base_model: path of their model.
+    """
     lora = model.lora
     assert lora is not None, "the model has adapters"
     dtype = model.config.params_dtype

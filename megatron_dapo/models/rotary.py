@@ -1,7 +1,8 @@
-"""Rotary positions that begin anew in every segment, computed on the device: nothing is read back to the host.
+"""Rotary positions from the beginning of each segment, computed on the device.
 
-Without Transformer Engine, Megatron reads the segments' offsets back to the host for the query and for the key of every
-layer, and keeps tables of cosines and sines for each of them until the backward pass.
+Nothing is read back to the host. Without Transformer Engine, Megatron reads the segments' offsets
+back for the query and for the key of every layer. It also keeps tables of cosines and sines for
+each of them until the backward pass.
 """
 
 import math
@@ -23,20 +24,25 @@ class Rotary:
     def __init__(self, spec: ModelSpec, device: torch.device | str) -> None:
         self.frequencies = rotary_frequencies(spec).to(device)
         self._tables_of: tuple | None = None
-        self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # replaced before they are read
+        self._tables: tuple[Tensor, Tensor] = (self.frequencies, self.frequencies)  # placeholders
 
     def __call__(
         self, query: Tensor, key: Tensor, cu_seqlens: Tensor | None, places: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return both rotated. [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0
-        first. places: of the given tokens in their row, where they are not all of it."""
+        """Return both rotated.
+
+        [T, heads, dim] with the segments' offsets, or [S, B, heads, dim] without, position 0 first.
+        places: of the given tokens, if they are a part of their row.
+        """
         tables = self._of(query, cu_seqlens, places)
         cos, sin = (table.view(len(table), *[1] * (query.dim() - 2), -1) for table in tables)
         return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
     def _of(self, query: Tensor, cu_seqlens: Tensor | None, places: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [T, dim]. Those of the last micro-batch are kept, because its layers ask one after the
-        other."""
+        """Return cos and sin, [T, dim].
+
+        The last micro-batch's are kept, because its layers ask one after the other.
+        """
         wanted = (cu_seqlens, query.size(0), query.dtype)
         if self._tables_of is None or self._tables_of[0] is not cu_seqlens or self._tables_of[1:] != wanted[1:]:
             if places is None:
@@ -49,16 +55,21 @@ class Rotary:
 
 
 def positions(places: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return each token's place in its segment, from its place in the row, int64. cu_seqlens: [segments + 1], from 0 to
-    the row's length; none = one segment."""
+    """Return each token's place in its segment from its place in the row, int64.
+
+    cu_seqlens: [segments + 1], from 0 to the row's length; None for one segment.
+    """
     if cu_seqlens is None:
         return places
     return places - cu_seqlens[torch.searchsorted(cu_seqlens, places, right=True) - 1]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x with each pair rotated. The two halves of the tables' last axis, and of as many dimensions of x, are the
-    two coordinates of each pair; what x has besides stays as it is."""
+    """Return x with each pair rotated.
+
+    The two halves of the tables' last axis hold the pairs' two coordinates, and so do those of
+    equally many dimensions of x. The remaining dimensions of x stay as they are.
+    """
     rotated, rest = x.split([cos.size(-1), x.size(-1) - cos.size(-1)], dim=-1)
     half = rotated.size(-1) // 2
     turned = rotated * cos + torch.cat((-rotated[..., half:], rotated[..., :half]), dim=-1) * sin
@@ -66,9 +77,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_frequencies(spec: ModelSpec) -> Tensor:
-    """Return the angle per position of each pair of rotated dimensions, [rotary_dim / 2] float32: theta^(-2i/d), scaled
-    as config.json says. In the order of operations of transformers and SGLang, so that no bit differs: at position
-    100 000 the last bit of a frequency is a hundredth of a radian."""
+    """Return the angle per position of each pair of rotated dimensions, [rotary_dim / 2] float32.
+
+    theta^(-2i/d), scaled by config.json. The order of operations is that of transformers and
+    SGLang, so that no bit differs: at position 100 000 the last bit of a frequency is a hundredth
+    of a radian.
+    """
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     positions_per_radian = spec.rope_theta**exponents
     if spec.rope_scaling is None:
@@ -77,8 +91,11 @@ def rotary_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def attention_scale(spec: ModelSpec) -> float:
-    """Return what products of query and key are multiplied by: 1 / sqrt(head_dim) as a rule, and the square of yarn's
-    attention factor, by which the method multiplies both (arXiv 2309.00071, eq. 21 and 22)."""
+    """Return the factor of products of query and key: 1 / sqrt(head_dim) as a rule.
+
+    yarn multiplies both by its attention factor, and so the product by the square (arXiv
+    2309.00071, eq. 21 and 22).
+    """
     factor = spec.rope_scaling.attention_factor if spec.rope_scaling else 1.0
     return factor**2 / math.sqrt(spec.attention_dim or spec.head_dim)
 
@@ -89,8 +106,11 @@ def _linear(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec)
 
 
 def _llama3(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:
-    """Divide frequencies that turn less than low_freq_factor times in the original positions, keep those that turn more
-    than high_freq_factor times, and go from one to the other in between (Llama 3.1's own code)."""
+    """Divide slow frequencies, keep fast ones, and go from one to the other in between.
+
+    Slow: less than low_freq_factor turns in the original positions. Fast: more than
+    high_freq_factor turns. Source: Llama 3.1's own code.
+    """
     frequencies = 1.0 / positions_per_radian
     turns = scaling.original_positions / (2 * math.pi / frequencies)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -99,8 +119,11 @@ def _llama3(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec)
 
 
 def _yarn(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -> Tensor:
-    """Keep frequencies that turn more than beta_fast times in the original positions, divide those that turn less than
-    beta_slow times, and go from one to the other linearly in the number of the pair (arXiv 2309.00071, section 3.2)."""
+    """Keep fast frequencies, divide slow ones, and go from one to the other in between.
+
+    Fast: more than beta_fast turns in the original positions. Slow: less than beta_slow turns. The
+    passage is linear in the number of the pair (arXiv 2309.00071, section 3.2).
+    """
     first = _pair_that_turns(scaling.beta_fast, scaling, spec)
     last = _pair_that_turns(scaling.beta_slow, scaling, spec)
     if scaling.truncate:
@@ -115,7 +138,7 @@ def _yarn(positions_per_radian: Tensor, scaling: RopeScaling, spec: ModelSpec) -
 
 
 def _pair_that_turns(times: float, scaling: RopeScaling, spec: ModelSpec) -> float:
-    """Return which pair, as a fraction, turns so many times in the original positions."""
+    """Return the number, a fraction, of the pair with so many turns in the original positions."""
     return (spec.rotary_dim * math.log(scaling.original_positions / (times * 2 * math.pi))) / (
         2 * math.log(spec.rope_theta)
     )

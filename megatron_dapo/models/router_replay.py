@@ -1,9 +1,11 @@
-"""Replay of routing: a router takes the experts that it is given, and weighs them by its own scores.
+"""Router replay: a router takes the given experts, and weighs them by its own scores.
 
-Megatron has a `RouterReplay` in the same place, driven by lists and actions that are global. Here the experts come with
-the micro-batch, so that a pipeline may have several under way. What is given for a layer that will be computed again in
-the backward pass (activation recompute) is kept for it: Megatron's schedules compute the micro-batches of a chunk again
-in the order of their forward passes, each once.
+Megatron has a `RouterReplay` in the same place, driven by global lists and actions. Here the
+experts come with the micro-batch, so that a pipeline may have several under way.
+
+With activation recompute, a layer keeps its given experts for the backward pass. Megatron's
+schedules compute the micro-batches of a chunk again in the order of their forward passes, each
+once.
 """
 
 from collections import deque
@@ -21,15 +23,16 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, eq=False)
 class RouterPass:
-    """What the routers of this rank do with one micro-batch.
-
-    experts: [rows, layers, experts per token] int16. Rows: the tokens that this rank's routers meet, in Megatron's
-    order s * B + b. Layers: those of this rank that have experts, chunk after chunk.
-    records: write the routers' own choices there, but where it says UNKNOWN, in place of replaying what it holds.
-    """
+    """The part of this rank's routers in one micro-batch."""
 
     experts: Tensor
+    """[rows, layers, experts per token] int16.
+
+    Rows: the tokens met by this rank's routers, in Megatron's order s * B + b. Layers: this rank's
+    with experts, chunk after chunk.
+    """
     records: bool = False
+    """Write the routers' own choices there, except at UNKNOWN, instead of replaying its content."""
     has_backward: bool = False
 
 
@@ -37,10 +40,11 @@ class RouterPass:
 def router_pass(
     experts: Tensor | None, device: torch.device, *, records: bool, has_backward: bool
 ) -> Iterator[RouterPass | None]:
-    """Have a micro-batch's experts on the device for one pass. What is recorded there is copied back.
+    """Have a micro-batch's experts on the device for one pass. Records are copied back.
 
-    experts: `RouterPass.experts` in the host's memory, since those of a whole step are gigabytes; None = no replay.
-    Pinned, no copy holds up the host: all of them, and the kernels between, follow each other in one stream.
+    experts: `RouterPass.experts` in the host's memory, since a whole step has gigabytes of them;
+    None for no router replay. In pinned memory, no copy holds up the host: all copies, and the
+    kernels between, follow each other in one stream.
     """
     if experts is None:
         yield None
@@ -52,12 +56,15 @@ def router_pass(
 
 
 def on_device(experts: Tensor, device: torch.device) -> Tensor:
-    """Return them there: a copy, or on the CPU themselves."""
+    """Return them on the device: a copy, or on the CPU themselves."""
     return experts.to(device, non_blocking=True)
 
 
 class LayerReplay:
-    """Stands where Megatron's router has its `router_replay`. layer: its place in `RouterPass.experts`."""
+    """Takes the place of the `router_replay` of Megatron's router.
+
+    layer: its place in `RouterPass.experts`.
+    """
 
     def __init__(self, chunk: "ChunkReplay", layer: int) -> None:
         self._chunk = chunk
@@ -72,16 +79,17 @@ class LayerReplay:
         group_topk: int | None,
         choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores [rows, topk] of the experts that are taken, with gradient, and the experts."""
+        """Return the scores [rows, topk] of the taken experts, with gradient, and the experts."""
         values, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         running = self._chunk.running
-        if running is None:  # computed again in a backward pass, or nothing is replayed
+        if running is None:  # recomputed in a backward pass, or no router replay
             return self._take(scores, own, self.to_recompute.popleft()) if self.to_recompute else (values, own)
         experts = running.experts[:, self._layer]
         if running.records:
             experts.copy_(torch.where(experts == UNKNOWN, UNKNOWN, own))
             return values, own
-        if running.has_backward and not torch.is_grad_enabled():  # by Megatron's checkpoint, which computes it again
+        # Megatron's checkpoint runs it, and computes it again
+        if running.has_backward and not torch.is_grad_enabled():
             self.to_recompute.append(experts)
         self._chunk.compare(own, experts)
         return self._take(scores, own, experts)
@@ -93,10 +101,11 @@ class LayerReplay:
 
 
 class ChunkReplay:
-    """The replay of all routers of a chunk of the model.
+    """The router replay of a chunk of the model.
 
-    running: what they do with the micro-batch whose forward pass is under way. differences: [2], on the device: of the
-    (token, layer) that were replayed, how many routers would have chosen other experts; how many there were.
+    running: of the micro-batch in its forward pass. differences: [2], on the device: the number of
+    replayed (token, layer) with other experts by the router's own choice; the number of all
+    replayed.
     """
 
     def __init__(self, routers: Sequence[TopKRouter], first_layer: int) -> None:
@@ -116,12 +125,12 @@ class ChunkReplay:
             self.running = None
 
     def compare(self, own: Tensor, experts: Tensor) -> None:
-        """Count the rows [rows, topk] whose experts differ, in whatever order they are."""
+        """Count the rows [rows, topk] with different experts, in any order."""
         is_known = experts[:, 0] != UNKNOWN
         differs = (own.sort(1).values != experts.sort(1).values).any(1) & is_known
         counts = torch.stack([differs.sum(), is_known.sum()])
         self.differences = counts if self.differences is None else self.differences + counts
 
     def assert_recomputed(self) -> None:
-        """Check, behind a backward pass, that all that was to be computed again was."""
+        """Check, after a backward pass, that nothing is left to recompute."""
         assert not any(layer.to_recompute for layer in self._layers), "a layer was not computed again"

@@ -1,8 +1,11 @@
-"""Folders of .safetensors files, read by slices and written tensor after tensor: no rank ever holds a whole file.
+"""Folders of .safetensors files, read by slices and written tensor after tensor.
 
-The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the tensors' bytes
-without gaps. The library checks headers and, in the tests, what is written. It maps files, of which the pages would
-count as this process's memory and a failing disk end it, so slices are read here; and it writes whole files only.
+No rank ever holds a whole file. The format: 8 bytes of header length, a JSON header {name: {dtype,
+shape, data_offsets}}, then the tensors' bytes without gaps.
+
+The library checks headers and, in the tests, our output. It maps files: their pages would count as
+this process's memory, and a failing disk would end the process. So slices are read here. It also
+writes whole files only.
 """
 
 import json
@@ -44,7 +47,7 @@ class TensorSpec:
     """Whether a server takes it only in one call with the tensor before it."""
 
     served: ServedTensor | None = None
-    """How a server holds it; None = as it is, whole on every rank."""
+    """A server's form of it; None for the tensor itself, whole on every rank."""
 
     @property
     def num_bytes(self) -> int:
@@ -53,11 +56,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Where a tensor lies in its file. dtype: the format's name for it. start: byte of the file where it begins."""
+    """The place of a tensor in its file."""
 
-    dtype: str
+    dtype: str  # the format's name
     shape: tuple[int, ...]
-    start: int
+    start: int  # its first byte in the file
     num_bytes: int
 
 
@@ -71,9 +74,13 @@ class StoredFile:
 
     @classmethod
     def read(cls, path: Path) -> "StoredFile":
-        """Read the header. Raises UserError for a file that is missing, damaged, or not as long as its header says."""
+        """Read the header.
+
+        Raises UserError for a missing or damaged file, or a length unlike the header's.
+        """
         try:
-            with path.open("rb") as file, safe_open(path, framework="pt"):  # the library checks the header
+            # the library checks the header
+            with path.open("rb") as file, safe_open(path, framework="pt"):
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
         except OSError as error:
@@ -93,9 +100,11 @@ class StoredFile:
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face checkpoint, found through its index, or in all its .safetensors files.
+    """The tensors of a Hugging Face checkpoint, found through its index, or in all .safetensors
+    files.
 
-    key: the setting that named the folder, for messages. Raises UserError for what is missing, damaged or misplaced.
+    key: the setting that named the folder, for messages. Raises UserError for missing, damaged or
+    misplaced files and tensors.
     """
 
     def __init__(self, path: str | Path, key: str = "actor_rollout_ref.model.path") -> None:
@@ -127,7 +136,7 @@ class SafetensorsFolder:
         self._check_index(weight_map)
 
     def _read_index(self) -> dict[str, Any] | None:
-        """Return the index; none where there is none, or it names no tensor."""
+        """Return the index; None without one, or for one without tensors."""
         file = self.path / INDEX
         if not file.is_file():
             return None
@@ -160,7 +169,7 @@ class SafetensorsFolder:
             )
 
     def tensor(self, name: str) -> TensorBytes:
-        """Return where a tensor lies."""
+        """Return the place of a tensor."""
         return self._file_of[name].tensors[name]
 
     @property
@@ -170,10 +179,10 @@ class SafetensorsFolder:
     def check(
         self, expected: Mapping[str, tuple[int, ...]], may_have: Callable[[str], bool] = lambda name: False
     ) -> None:
-        """Raise UserError for tensors that are missing, unexpected, of another shape or of an unusable type.
+        """Raise UserError for tensors missing, unexpected, of another shape or of an unusable type.
 
-        It counts them and names the first few of each kind. expected: name -> shape. may_have: names that are none of
-        the model's parameters and do no harm.
+        It counts them and names the first few of each kind. expected: name -> shape. may_have:
+        harmless names outside the model's parameters.
         """
         missing = [name for name in expected if name not in self._file_of]
         extra = [name for name in self._file_of if name not in expected and not may_have(name)]
@@ -204,10 +213,11 @@ class SafetensorsFolder:
         """Read a rank's share of a tensor, on the CPU. Raises OSError.
 
         Args:
-            dim: axis of the cut (0 or 1); none: all of the tensor.
-            size: number of the ranks that share it.
-            padded: the length along dim of which the rank has its share; what exceeds the file's is zero.
-            blocks: heights of what stands in it one below the other, each cut along its rows; (): nothing does.
+            dim: axis of the cut (0 or 1); None for all of the tensor.
+            size: number of the ranks with a share.
+            padded: the length along dim before sharing; rows after the file's are zero.
+            blocks: heights of the blocks in it, one below the other, each cut along its rows; ()
+                for none.
         """
         if dim is None:
             return self._rows(name, 0, None)
@@ -230,7 +240,7 @@ class SafetensorsFolder:
         return self._rows(name, start + rank * share, start + (rank + 1) * share)
 
     def read_row(self, name: str, row: int) -> Tensor:
-        """Read one of the tensors that a tensor is a stack of, on the CPU. Raises OSError."""
+        """Read one tensor of a stack, on the CPU. Raises OSError."""
         return self._rows(name, row, row + 1)[0]
 
     def _columns(self, name: str, start: int, end: int) -> Tensor:
@@ -244,7 +254,7 @@ class SafetensorsFolder:
         return out
 
     def _rows(self, name: str, start: int, end: int | None) -> Tensor:
-        """Read rows start to end; none: the whole tensor, whatever its shape."""
+        """Read rows start to end; None for the whole tensor, of any shape."""
         stored = self.tensor(name)
         dtype = DTYPES[stored.dtype]
         shape = stored.shape if end is None else (end - start, *stored.shape[1:])
@@ -276,21 +286,23 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return the same as what files read into and write from."""
-    array: Any = byte_view(tensor).numpy()  # numpy 2.4's types say that it is a buffer from Python 3.12 on
+    """Return the same in the form for reading from and writing to files."""
+    # numpy 2.4's types call it a buffer only from Python 3.12 on
+    array: Any = byte_view(tensor).numpy()
     return memoryview(array)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     more = len(names) - _NUM_SHOWN
     return ", ".join(names[:_NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 class FileWriter:
-    """Writes one .safetensors file, tensor after tensor in the given order; then `finish`, and `close` in any case.
+    """Writes one .safetensors file, tensor after tensor in the given order.
 
-    Metadata and order as in the library's own `save_file` (by type, then name: `file_order`) give the same bytes.
+    Then call `finish`, and `close` in any case. Metadata and order as in the library's own
+    `save_file` (by type, then name: `file_order`) give the same bytes.
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
@@ -322,7 +334,7 @@ class FileWriter:
             rest = rest[self._file.write(rest) :]
 
     def finish(self) -> None:
-        """Flush to the disk, when all tensors are there. Raises OSError."""
+        """Flush to the disk, after the last tensor. Raises OSError."""
         assert self._written == self._expected, "a tensor was left out"
         os.fsync(self._file.fileno())
 
@@ -331,5 +343,5 @@ class FileWriter:
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the order in which the safetensors library lays tensors out: wider types first, then by name."""
+    """Return the safetensors library's order of tensors: wider types first, then by name."""
     return sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))

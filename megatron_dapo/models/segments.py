@@ -1,4 +1,4 @@
-"""The segments of a packed row, put together by length: those of one length are a batch."""
+"""The segments of a packed row, sorted by length: segments of one length are a batch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +13,15 @@ from megatron_dapo.common.sizes import round_up
 
 @dataclass(frozen=True, eq=False)
 class SegmentsByLength:
-    """An order of a row's T tokens in which segments of one length stand one after the other.
-
-    order: [P] int64, P >= T: row[order] is sorted; a segment that is padded ends with its last token several times.
-    inverse: [T] int64: sorted[inverse] is the row again.
-    shapes: (number of segments, their length with padding), by rising length.
-    """
+    """An order of a row's T tokens, with segments of one length side by side."""
 
     order: Tensor
+    """[P] int64, P >= T: row[order] is sorted; padding repeats a segment's last token at its
+    end."""
     inverse: Tensor
+    """[T] int64: sorted[inverse] is the row again."""
     shapes: tuple[tuple[int, int], ...]
+    """(number of segments, their length with padding), by rising length."""
 
     def batches(self, sorted_row: Tensor) -> Iterator[Tensor]:
         """Yield views [segments, length, ...] of [T, ...] in the sorted order."""
@@ -31,13 +30,14 @@ class SegmentsByLength:
             yield part.unflatten(0, shape)
 
 
-# The layers of a model ask one after the other; in a pipeline a few micro-batches take turns.
+# The layers of a model ask one after the other; in a pipeline, a few micro-batches take turns.
 @lru_cache(maxsize=16)
 def segments_by_length(bounds: tuple[int, ...], device: torch.device, *, padded: bool = False) -> SegmentsByLength:
-    """Return the order for segments between neighbouring bounds, from 0 to T. Empty segments hold no token.
+    """Return the order for segments between neighbouring bounds, from 0 to T.
 
-    padded: round lengths up, so that more segments share a batch. What a segment is padded to depends on its own length
-    alone, so that it is computed like any other of this length, whatever stands beside it.
+    Empty segments hold no token. padded: round lengths up, so that more segments share a batch. The
+    padded length depends only on a segment's own length: it is computed like any other of this
+    length, beside any neighbours.
     """
     spans = sorted((pair for pair in pairwise(bounds) if pair[0] < pair[1]), key=_length)
     widths = [_padded(_length(span)) if padded else _length(span) for span in spans]
@@ -57,5 +57,8 @@ def _length(span: tuple[int, int]) -> int:
 
 
 def _padded(length: int) -> int:
-    """Return the next multiple of 8 up to 128; of 16 up to 256, and so on: at most an eighth more."""
+    """Return the next multiple of 8 up to 128, of 16 up to 256, and so on.
+
+    Above 56, it is at most an eighth more.
+    """
     return round_up(length, max(8, 2 ** (length.bit_length() - 4)))

@@ -1,4 +1,7 @@
-"""Transformer Engine's user buffers: memory in which tensor-parallel ranks exchange activations while they multiply."""
+"""Transformer Engine's user buffers: memory of tensor-parallel ranks for exchanging activations.
+
+They exchange while they multiply.
+"""
 
 from typing import NamedTuple
 
@@ -18,12 +21,14 @@ _made: list[_Shape] = []  # a process has one set of them
 
 
 def make_user_buffers(num_tokens: int, hidden_size: int, tp: int) -> None:
-    """Allocate the buffers for bfloat16 activations of exactly this many tokens, before layers are built that use them.
+    """Allocate the buffers for bfloat16 activations of exactly this number of tokens.
 
-    A second model of the same shape, the reference, shares them. Collective over all ranks. Raises UserError where the
-    GPUs cannot have them: Transformer Engine says why.
+    Call it before building the layers. A second model of the same shape, the reference, shares
+    them. Collective over all ranks. Raises UserError, with Transformer Engine's reason, for GPUs
+    that cannot have them.
 
-    num_tokens: of a micro-batch on the tensor-parallel ranks together: with context parallelism a part of it.
+    num_tokens: of a micro-batch on all tensor-parallel ranks; with context parallelism, of its
+    part.
     """
     shape = _Shape(num_tokens, hidden_size, tp)
     if _made:
@@ -44,7 +49,7 @@ def make_user_buffers(num_tokens: int, hidden_size: int, tp: int) -> None:
             dtype=torch.bfloat16,
             bootstrap_backend="nccl",
         )
-    except RuntimeError as error:  # these GPUs have no multicast, or a build that needs MPI is without it
+    except RuntimeError as error:  # no multicast on these GPUs, or a build for MPI without MPI
         raise UserError(
             f"{MEGATRON}.tp_comm_overlap is true, but Transformer Engine cannot make its buffers: "
             f"{' '.join(str(error).split())} Set it to false."

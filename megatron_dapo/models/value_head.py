@@ -8,15 +8,17 @@ from torch import Tensor
 
 from megatron_dapo.models.layers import mark
 
-# what its parameters are called in a checkpoint: an actor's output_layer is another thing
+# prefix of its parameters in a checkpoint: an actor's output_layer is another thing
 VALUE_HEAD_PREFIX = "value_head."
 
 
 class ValueHead(torch.nn.Module):
-    """V = h . w + b. Zero until weights are loaded or learned: the first values are 0 in every layout.
+    """V = h . w + b. Zero until weights are loaded or learned: the first values are 0 in every
+    layout.
 
-    Whole on every tensor-parallel rank. With sequence parallelism a rank sees its part of the positions, and what it
-    sends back is the gradient of that part: the parameters are marked, so that Megatron sums theirs over the ranks.
+    Whole on every tensor-parallel rank. With sequence parallelism, a rank sees its part of the
+    positions and sends back the gradient of that part. The marks on the parameters make Megatron
+    sum their gradients over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
@@ -32,7 +34,8 @@ class ValueHead(torch.nn.Module):
         """Return the values [B, S] float32 of hidden [S (/ tp with sequence parallelism), B, H]."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
-            # every rank computes the whole loss: each takes back the gradient of its own positions, nothing is summed
+            # every rank computes the whole loss: each takes back its own positions' gradient, no
+            # sum
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._group)
         return values[..., 0].t().contiguous()
 

@@ -1,10 +1,9 @@
 """Applies the weight rows of a family (huggingface/weight_rows.py) to Megatron's parameters.
 
-Loading a checkpoint, exporting one and sending weights to the servers all go through these entries
-and nothing else.
+Only these entries load a checkpoint, export one and send weights to the servers.
 
-A row says along which axis tensor-parallel ranks hold slices of the Hugging Face tensors. Of an
-expert these are the expert-tensor-parallel ranks. Its transform joins a rank's slices into the
+A row gives the axis along which tensor-parallel ranks hold slices of the Hugging Face tensors. For
+an expert, these are the expert-tensor-parallel ranks. Its transform joins a rank's slices into the
 Megatron shard, and splits the shard again.
 """
 
@@ -20,12 +19,12 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import rows_of
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS, Row
 
-ADAPTERS = "adapters."  # what names of adapters begin with, which have no row: models/lora.py
+ADAPTERS = "adapters."  # prefix of adapters' names, which have no row: models/lora.py
 
 
 @dataclass(frozen=True)
 class Transform:
-    """How slices of Hugging Face tensors make a Megatron shard.
+    """The way from slices of Hugging Face tensors to a Megatron shard, and back.
 
     join: slices, in the order of the row -> shard. split: the inverse.
     """
@@ -37,9 +36,8 @@ class Transform:
 def _join_qkv(parts: list[Tensor], spec: ModelSpec) -> Tensor:
     """Put q, k, v rows into Megatron's order: [group][q heads of the group, k, v][head_dim] rows.
 
-    The rows of a head of q and k are put such that the two halves of the rotated ones are the two
-    coordinates of each pair, in all families. Products of q and k do not depend on the order of the
-    dimensions.
+    In all families, the two halves of a head's rotated rows of q and k become the two coordinates
+    of each pair. Products of q and k do not depend on the order of the dimensions.
     """
     q, k, v = (part.unflatten(0, (-1, spec.head_dim)) for part in parts)
     if spec.rotary_interleaved:
@@ -60,14 +58,16 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 def _halves(spec: ModelSpec) -> list[int]:
-    """Return the places in a checkpoint of a head's rows in Megatron's order, where rotated pairs
-    are neighbours."""
+    """Return the places in a checkpoint of a head's rows in Megatron's order.
+
+    There rotated pairs are neighbours.
+    """
     return [*_rotated_order(spec), *range(spec.rotary_dim, spec.head_dim)]
 
 
 def _join_latent_queries(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the rotated dimensions of each head, which are its last in a checkpoint, first, as
-    `_join_qkv` has them."""
+    """Put each head's rotated dimensions, the last ones in a checkpoint, first as in
+    `_join_qkv`."""
     return parts[0].unflatten(0, (-1, spec.head_dim))[:, _rotated_first(spec)].flatten(0, 1)
 
 
@@ -83,8 +83,7 @@ def _rotated_first(spec: ModelSpec) -> list[int]:
 
 
 def _join_latent(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the rows of the latent vectors and of the rotated keys, which come last, one below the
-    other."""
+    """Put the rows of the latent vectors one below the other, and the rotated keys last."""
     *queries, keys = parts
     latent, rotated = keys.tensor_split([keys.size(0) - spec.rotary_dim])
     return torch.cat([*queries, latent, rotated[_rotated_order(spec)]])
@@ -99,15 +98,19 @@ def _split_latent(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 
 
 def _rotated_order(spec: ModelSpec) -> list[int]:
-    """Return the places in a checkpoint of the rotated rows in Megatron's order, which has both
-    halves of the pairs."""
+    """Return the places in a checkpoint of the rotated rows in Megatron's order.
+
+    Megatron has both halves of the pairs one after the other.
+    """
     rotated = range(spec.rotary_dim)
     return [*rotated[::2], *rotated[1::2]] if spec.rotary_interleaved else list(rotated)
 
 
 def _join_interleaved(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-    """Put the columns of gate and up, which alternate, one below the other as rows; of biases, the
-    numbers."""
+    """Put the alternating columns of gate and up one below the other as rows.
+
+    Of biases, the numbers.
+    """
     columns = parts[0].t() if parts[0].dim() > 1 else parts[0]
     return torch.cat([columns[::2], columns[1::2]])
 
@@ -130,8 +133,10 @@ TRANSFORMS: dict[str, Transform] = {
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor in a model of this type. A router's bias is always in float32,
-    because it decides between scores that lie close together."""
+    """Return the type of a tensor in a model of this type.
+
+    A router's bias is always in float32, because it decides between scores that lie close together.
+    """
     return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
@@ -142,38 +147,38 @@ def split_blocks(part: Tensor, blocks: Sequence[int], num_ranks: int) -> tuple[T
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter of this rank and the HF tensors it holds slices of."""
+    """One Megatron parameter of this rank, and the HF tensors behind it."""
 
     parameter: torch.nn.Parameter
     hf_names: tuple[str, ...]
 
     transform: Transform
-    """How slices of the HF tensors make the parameter."""
+    """The way from slices of the HF tensors to the parameter."""
 
     cut: int | None
-    """Axis of the HF tensors along which ranks hold slices; None = every rank holds all."""
+    """Axis of the HF tensors along which ranks hold slices; None if every rank holds all."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """Per HF tensor, heights of what stands in it one below the other, each cut by itself; () =
-    nothing does."""
+    """Per HF tensor, heights of its blocks, one below the other and each cut by itself; () for
+    none."""
 
     is_copy: bool = False
     """Whether it is a second copy of a tensor of another stage: loaded, never exported."""
 
     expert: int | None = None
-    """Number in the model of the expert that it belongs to."""
+    """Number of its expert in the model."""
 
     num_local_experts: int = 0
     """Number of experts on this rank."""
 
     num_stacked: int = 0
-    """Number of experts that the HF tensors are stacks of; 0 = they are the expert's own."""
+    """Number of experts stacked in an HF tensor; 0 for an expert's own tensors."""
 
     sent_together: bool = False
-    """Whether a server drops one of the HF tensors that comes in another call than the others."""
+    """Whether a server drops an HF tensor sent in another call than the others."""
 
     def whole(self, index: int, slices: list[Tensor]) -> Tensor:
-        """Return an HF tensor from the slices that the ranks, in their order, hold of it."""
+        """Return an HF tensor from the ranks' slices of it, in their order."""
         assert self.cut is not None, "what is not cut has no slices"
         if not self.blocks[index]:
             return torch.cat(slices, dim=self.cut)
@@ -181,14 +186,12 @@ class Entry:
         return torch.cat([part for block in zip(*of_ranks, strict=True) for part in block])
 
     def expert_on(self, ep_rank: int) -> int:
-        """Return the number of the expert whose parameter lies in this one's place on another
-        expert-parallel rank."""
+        """Return the number of the expert in this one's place on another expert-parallel rank."""
         assert self.expert is not None, f"{self.hf_names} belong to no expert"
         return ep_rank * self.num_local_experts + self.expert % self.num_local_experts
 
     def hf_names_on(self, ep_rank: int) -> tuple[str, ...]:
-        """Return the names where this parameter, of an expert, lies on another expert-parallel
-        rank."""
+        """Return the names of this parameter, of an expert, on another expert-parallel rank."""
         number = self.expert_on(ep_rank)
         return tuple(name.replace(f".experts.{self.expert}.", f".experts.{number}.") for name in self.hf_names)
 
@@ -203,8 +206,10 @@ _EXPERT = re.compile(
 
 
 def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], list[int], torch.nn.Parameter]]:
-    """Yield (name with `{l}` for the layer and `{e}` for the expert, their numbers in the whole
-    model, numbers of all experts of this rank, parameter)."""
+    """Yield (name, numbers in the whole model, numbers of all experts of this rank, parameter).
+
+    In the name, `{l}` stands for the layer and `{e}` for the expert.
+    """
     for name, parameter in chunk.named_parameters():
         if name.startswith(ADAPTERS):
             continue
@@ -223,13 +228,15 @@ def _named_parameters(chunk: GPTModel) -> Iterator[tuple[str, dict[str, int], li
 
 
 def expert_parameters(chunk: GPTModel) -> Iterator[torch.nn.Parameter]:
-    """Yield those that belong to one expert."""
+    """Yield the parameters of single experts."""
     return (parameter for _, numbers, _, parameter in _named_parameters(chunk) if "e" in numbers)
 
 
 def weight_entries(chunks: list[GPTModel], spec: ModelSpec) -> list[Entry]:
-    """Apply the rows to this rank's parameters, in a fixed order. Every parameter has exactly one
-    row."""
+    """Apply the rows to this rank's parameters, in a fixed order.
+
+    Every parameter has exactly one row.
+    """
     rows = rows_of(spec)
     entries = []
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""This pipeline stage's weights as full Hugging Face tensors: for the servers, and for a checkpoint."""
+"""This pipeline stage's weights as full Hugging Face tensors, for servers and checkpoints."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,25 +20,25 @@ from megatron_dapo.platform.parallel import ParallelLayout
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor comes from.
-
-    part: which of the entry's HF tensors. shape: of the tensor, padding included. owner: expert-parallel rank that has
-    it, where it is of an expert; entry is then the one in its place here. Of a tensor that is a stack of experts each
-    has a slot.
-    """
+    """The source of a tensor. A stack of experts has a slot for each expert."""
 
     entry: Entry
+    """The parameter's entry; for another rank's expert, the entry in its place here."""
     part: int
+    """Index of the tensor among the entry's HF tensors."""
     shape: tuple[int, ...]
+    """Shape of the tensor, padding included."""
     owner: int | None
+    """Expert-parallel rank with the tensor, if it is an expert's."""
 
 
 class WeightSource:
-    """The tensors of this stage, the same on all its ranks, and their values: of a model with adapters the weights that
-    these make together with the frozen ones.
+    """The tensors of this stage, the same on all its ranks, and their values.
 
-    value: what is gathered of each parameter in place of that, of its shape (its gradient). entries: of what is
-    gathered, where it is not the model's weights.
+    Values of a model with adapters are the weights made from frozen weights and adapters.
+
+    value: of a parameter, of its shape, to gather in its place (its gradient). entries: to gather,
+    instead of the model's weights.
     """
 
     def __init__(
@@ -54,14 +54,15 @@ class WeightSource:
         self._adapters: dict[torch.nn.Parameter, LinearAdapter] = {}
         if value is None:
             self._adapters = {adapter.entry.parameter: adapter for adapter in adapters_of(model.chunks)}
-        self._slots: dict[str, dict[int | None, _Slot]] = {}  # name -> number in the stack, if it is one -> slot
+        # name -> number in the stack, or None -> slot
+        self._slots: dict[str, dict[int | None, _Slot]] = {}
         self._specs: list[TensorSpec] = []
         self._served = served_tensors(model.spec)
         for entry in weight_entries(model.chunks, model.spec) if entries is None else entries:
             if entry.is_copy:
                 continue
             local_parts = entry.transform.split(entry.parameter.detach(), model.spec)
-            # experts of different ranks beside one another: so each bucket comes from all of them
+            # experts of different ranks side by side, so that each bucket comes from all of them
             owners: Iterable[int | None] = [None] if entry.expert is None else range(layout.ep)
             for owner in owners:
                 names = entry.hf_names if owner is None else entry.hf_names_on(owner)
@@ -69,7 +70,10 @@ class WeightSource:
                     self._add(entry, owner, part, name, local)
 
     def _add(self, entry: Entry, owner: int | None, part: int, name: str, local: Tensor) -> None:
-        """Add a tensor, or what a stack has of one expert. local: this rank's slice of it, or of that in its place."""
+        """Add a tensor, or an expert's part of a stack.
+
+        local: this rank's slice of it, or of the expert in its place.
+        """
         shape = self._full_shape(entry, tuple(local.shape))
         is_new = name not in self._slots
         number = entry.expert_on(owner) if entry.num_stacked and owner is not None else None
@@ -98,16 +102,17 @@ class WeightSource:
     def gather(self, specs: list[TensorSpec]) -> list[Tensor] | None:
         """Return full tensors on the stage's source rank, None on the others.
 
-        Collective over its ranks that gather (`layout.gathers`); the others may call it, which does nothing.
-        All slices travel in one flat all-gather, those of experts in another, other ranks' experts then in one
-        all-to-all; the rest does not travel.
+        Collective over its gathering ranks (`layout.gathers`); for the others a call does nothing.
+        All slices travel in one flat all-gather, slices of experts in another. Other ranks' experts
+        then travel in one all-to-all; the rest stays in place.
         """
         layout = self._layout
         if not layout.gathers:
             return None
         slots = [slot for spec in specs for _, slot in sorted(self._slots[spec.name].items())]
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
-        split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}  # q, k and v come from one parameter
+        # q, k, v: one parameter
+        split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}
         full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
         cut = [i for i in here if slots[i].entry.cut is not None]
         of_experts = [i for i in cut if slots[i].owner is not None]
@@ -123,7 +128,8 @@ class WeightSource:
         return self._whole(specs, [full[i] for i in range(len(slots))])
 
     def _whole(self, specs: list[TensorSpec], parts: list[Tensor]) -> list[Tensor]:
-        """Return the tensors that these are, without the vocabulary's padding, or that they are a stack of."""
+        """Return the full tensors from their parts: stacked, or without the padding of the
+        vocabulary."""
         whole, rest = [], iter(parts)
         for spec in specs:
             of_spec = list(islice(rest, len(self._slots[spec.name])))
@@ -136,7 +142,7 @@ class WeightSource:
         return parts if adapter is None else adapter.merged(parts)
 
     def _fetch(self, slots: dict[int, _Slot], here: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return, on the source rank, the tensors of the slots that are not here, from the ranks that have them."""
+        """Return, on the source rank, the slots' missing tensors from the ranks that have them."""
         if not slots:
             return {}
         ep = self._layout.ep
@@ -156,8 +162,10 @@ class WeightSource:
 
     @staticmethod
     def _join(slots: list[_Slot], full: dict[int, Tensor], cut: list[int], group: dist.ProcessGroup | None) -> None:
-        """Replace this rank's slices of the tensors numbered in `cut` by the whole tensors. Collective over the
-        group."""
+        """Replace this rank's slices of the tensors numbered in `cut` by the whole tensors.
+
+        Collective over the group.
+        """
         assert group is not None, "the layout has the groups of its sizes"
         slices = [full[i] for i in cut]
         if not slices:
