@@ -129,14 +129,14 @@ def _manifest(path: Path, contents: bool) -> tuple:
     """Return (damage, extra, contents, versions)"""
     try:
         manifest = read_manifest(path)
-    except UserError:  # the verdict says why
+    except UserError:  # the findings say why
         return verify(path).damage, (), (), {}
     if contents:
         with progress("checksums", manifest.num_bytes, "bytes") as advance:
-            verdict = verify(path, advance=advance)
+            findings = verify(path, advance=advance)
     else:
-        verdict = verify(path, contents=False)
-    return verdict.damage, verdict.extra, manifest.contents, manifest.versions
+        findings = verify(path, contents=False)
+    return findings.damage, findings.extra, manifest.contents, manifest.versions
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the content, or {} if the file is missing or damaged, as the manifest's verdict
+    """Return the content, or {} if the file is missing or damaged, as the manifest's findings
     reports."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from checkpoints_tools.command_line import progress
 from megatron_dapo.checkpointing.folders import newest_first
-from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify
+from megatron_dapo.checkpointing.manifest import MANIFEST, Findings, read_manifest, verify
 from megatron_dapo.checkpointing.resume import verify_on_all_ranks
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
@@ -120,10 +120,10 @@ def require_contents(job: "ConversionRanks", folder: Path) -> None:
     _require_whole(folder, verify_on_all_ranks(folder, job.agreement))
 
 
-def _require_whole(folder: Path, verdict: Verdict) -> None:
-    if not verdict.is_whole:
+def _require_whole(folder: Path, findings: Findings) -> None:
+    if not findings.is_whole:
         raise UserError(
-            f"--checkpoint: `{folder}` is damaged: {'; '.join(verdict.damage[:5])}; use another checkpoint."
+            f"--checkpoint: `{folder}` is damaged: {'; '.join(findings.damage[:5])}; use another checkpoint."
         )
 
 

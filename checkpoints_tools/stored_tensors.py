@@ -68,7 +68,7 @@ class TensorFolder:
     def common(self) -> dict[str, Any]:
         """Return the numbers and words saved beside the tensors: layout, dtype, counts; {} without
         any. Raises UserError for any other content."""
-        if not (self._folder / COMMON_FILE).exists():  # the manifest's verdict says so
+        if not (self._folder / COMMON_FILE).exists():  # the manifest's findings say so
             return {}
         return json.loads(json.dumps(read_common(self._folder), default=str))
 

@@ -52,7 +52,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Findings:
     """The result of `verify`."""
 
     damage: tuple[str, ...]
@@ -65,9 +65,9 @@ class Verdict:
         """Return whether there is no damage."""
         return not self.damage
 
-    def with_damage(self, more: Iterable[str]) -> "Verdict":
-        """Return this verdict with more damage."""
-        return Verdict((*self.damage, *more), self.extra)
+    def with_damage(self, more: Iterable[str]) -> "Findings":
+        """Return these findings with more damage."""
+        return Findings((*self.damage, *more), self.extra)
 
 
 def file_names(folder: Path) -> list[str]:
@@ -111,22 +111,22 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 def verify(
     folder: str | Path, contents: bool = True, advance: Callable[[int], None] = lambda num_bytes: None
-) -> Verdict:
+) -> Findings:
     """Compare a folder with its manifest.
 
     contents: read every file and compare checksums too, not only sizes; advance is then called with
     the size of each file that was read.
     """
-    verdict, same_size = compare_sizes(Path(folder))
-    return verdict.with_damage(compare_contents(Path(folder), same_size, advance)) if contents else verdict
+    findings, same_size = compare_sizes(Path(folder))
+    return findings.with_damage(compare_contents(Path(folder), same_size, advance)) if contents else findings
 
 
-def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
+def compare_sizes(folder: Path) -> tuple[Findings, dict[str, FileRecord]]:
     """Return the faults visible in sizes, and the manifest's records of the files with the right
     size."""
     manifest, fault = _read(folder)
     if manifest is None:
-        return Verdict((fault,)), {}
+        return Findings((fault,)), {}
     names = set(file_names(folder))
     damage = []
     same_size = {}
@@ -141,7 +141,7 @@ def compare_sizes(folder: Path) -> tuple[Verdict, dict[str, FileRecord]]:
             damage.append(f"{name} has {size} bytes instead of {record.size}")
         else:
             same_size[name] = record
-    return Verdict(tuple(damage), tuple(sorted(names - manifest.files.keys()))), same_size
+    return Findings(tuple(damage), tuple(sorted(names - manifest.files.keys()))), same_size
 
 
 def compare_contents(

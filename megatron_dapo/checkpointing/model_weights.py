@@ -55,6 +55,6 @@ def _require_complete(folder: Path) -> None:
     as its model.
     """
     read_manifest(folder)
-    verdict = verify(folder, contents=False)
-    if not verdict.is_whole:
-        raise UserError(f"{folder} is damaged: {'; '.join(verdict.damage[:5])}; start from another checkpoint.")
+    findings = verify(folder, contents=False)
+    if not findings.is_whole:
+        raise UserError(f"{folder} is damaged: {'; '.join(findings.damage[:5])}; start from another checkpoint.")

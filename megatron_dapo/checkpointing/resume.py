@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dapo.checkpointing.config_changes import check_changes, config_changes, matters
 from megatron_dapo.checkpointing.folders import TRAINER_STATE, newest_first, read_trainer_state
-from megatron_dapo.checkpointing.manifest import Verdict, compare_contents, compare_sizes, read_manifest
+from megatron_dapo.checkpointing.manifest import Findings, compare_contents, compare_sizes, read_manifest
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.schema.config import Config
@@ -61,10 +61,10 @@ def find_start(root: Path, config: Config, agreement: "Agreement") -> Start:
     what = f"choosing a checkpoint in {root}"
     skipped: list[str] = []
     for folder in agreement.leader(what, _candidates, root, config):
-        verdict = verify_on_all_ranks(folder, agreement)
-        if verdict.is_whole:
-            return agreement.leader(what, _checked, folder, verdict, skipped, config)
-        skipped.append(f"{folder.name}: {_faults(verdict)}")
+        findings = verify_on_all_ranks(folder, agreement)
+        if findings.is_whole:
+            return agreement.leader(what, _checked, folder, findings, skipped, config)
+        skipped.append(f"{folder.name}: {_faults(findings)}")
     return _beginning(root, skipped)
 
 
@@ -73,12 +73,12 @@ def likely_start(root: Path, config: Config) -> Start:
     process may call it before the run."""
     skipped: list[str] = []
     for folder in _candidates(root, config):
-        verdict, files = compare_sizes(folder)
+        findings, files = compare_sizes(folder)
         state = {name: record for name, record in files.items() if name == TRAINER_STATE}
-        verdict = verdict.with_damage(compare_contents(folder, state))
-        if verdict.is_whole:
-            return _checked(folder, verdict, skipped, config)
-        skipped.append(f"{folder.name}: {_faults(verdict)}")
+        findings = findings.with_damage(compare_contents(folder, state))
+        if findings.is_whole:
+            return _checked(folder, findings, skipped, config)
+        skipped.append(f"{folder.name}: {_faults(findings)}")
     return _beginning(root, skipped)
 
 
@@ -95,14 +95,14 @@ def _beginning(root: Path, skipped: list[str]) -> Start:
     return Start()
 
 
-def verify_on_all_ranks(folder: Path, agreement: "Agreement") -> Verdict:
+def verify_on_all_ranks(folder: Path, agreement: "Agreement") -> Findings:
     """Return the result of `verify` on all ranks: each reads its share of the bytes. Collective."""
     what = f"reading {folder}"
-    verdict, files = agreement.leader(what, compare_sizes, folder)
+    findings, files = agreement.leader(what, compare_sizes, folder)
     largest_first = sorted(files, key=lambda name: files[name].size, reverse=True)
     share = {name: files[name] for name in largest_first[agreement.rank :: agreement.size]}
     parts = agreement.all(what, compare_contents, folder, share)
-    return verdict.with_damage(sorted(phrase for part in parts for phrase in part))
+    return findings.with_damage(sorted(phrase for part in parts for phrase in part))
 
 
 def _candidates(root: Path, config: Config) -> list[Path]:
@@ -121,7 +121,7 @@ def _candidates(root: Path, config: Config) -> list[Path]:
     return folders
 
 
-def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config) -> Start:
+def _checked(folder: Path, findings: Findings, skipped: list[str], config: Config) -> Start:
     """Return the start from a whole checkpoint. Raises UserError if this config may not resume
     it."""
     trainer = config.trainer
@@ -141,7 +141,7 @@ def _checked(folder: Path, verdict: Verdict, skipped: list[str], config: Config)
     check_changes(changes, config, trainer.accept_changes, folder.name)
     notes = [f"skipped {text}" for text in skipped]
     notes += [f"changed {change}{' (accepted)' if matters(change, config) else ''}" for change in changes]
-    notes += [f"not in its manifest: {name}" for name in verdict.extra]
+    notes += [f"not in its manifest: {name}" for name in findings.extra]
     return Start(folder, state["step"], state, missing, unused, tuple(notes))
 
 
@@ -154,9 +154,9 @@ def _cure(parts: list[str]) -> str:
     return f", or allow it with trainer.accept_missing=[{', '.join(names)}]"
 
 
-def _faults(verdict: Verdict) -> str:
-    more = len(verdict.damage) - _NAMED_FAULTS
-    return "; ".join(verdict.damage[:_NAMED_FAULTS]) + (f"; and {more} more" if more > 0 else "")
+def _faults(findings: Findings) -> str:
+    more = len(findings.damage) - _NAMED_FAULTS
+    return "; ".join(findings.damage[:_NAMED_FAULTS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def not_kept(config: Config) -> list[str]:

@@ -162,15 +162,9 @@ class RolloutStep:
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
         """Return the step that `state_dict` described."""
-        step = cls(
-            number=state["number"],
-            num_ready=state["num_ready"],
-            num_filtered_samples=state["num_filtered_samples"],
-            num_discarded=state["num_discarded"],
-            filtered=Counter(state["filtered"]),
-        )
-        step.generated.load_state_dict(state["generated"])
-        return step
+        generated = StepStatistics()
+        generated.load_state_dict(state["generated"])
+        return cls(**{**state, "filtered": Counter(state["filtered"]), "generated": generated})
 
 
 def _failed(sample: Sample, kind: str) -> bool:

@@ -148,7 +148,7 @@ class Filling:
             return
         if self._needs_sync is not None:
             raise self._needs_sync
-        if stale := set(self._servers.urls(ServerState.STALE)) - self._asked_for:
+        if stale := set(self._servers.urls(ServerState.BEHIND)) - self._asked_for:
             self._asked_for |= stale
             raise NeedsSync(f"not at work with weight version {self._servers.version}: {', '.join(sorted(stale))}")
 

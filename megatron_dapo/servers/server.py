@@ -36,7 +36,7 @@ class Server:
     @property
     def answers(self) -> bool:
         """Return whether requests or a push can reach it."""
-        return self.state in (ServerState.STALE, ServerState.CURRENT)
+        return self.state in (ServerState.BEHIND, ServerState.CURRENT)
 
     async def generate(
         self,

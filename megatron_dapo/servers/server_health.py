@@ -22,7 +22,7 @@ class ServerState(Enum):
 
     DOWN = "down"  # does not answer, or was not asked yet
     ILL = "ill"  # answers, but takes no requests after it was told to continue
-    STALE = "stale"  # answers, but needs a push: it holds other weights, or a push left it paused
+    BEHIND = "behind"  # answers, but needs a push: it holds other weights, or a push left it paused
     CURRENT = "current"  # holds the trainer's weights and takes requests
 
     def after(self, event: "ServerEvent") -> "ServerState":
@@ -43,12 +43,12 @@ class ServerEvent(Enum):
 _STATES: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
     ServerState.DOWN: {
         ServerEvent.STUCK: ServerState.ILL,
-        ServerEvent.BEHIND: ServerState.STALE,
+        ServerEvent.BEHIND: ServerState.BEHIND,
         ServerEvent.READY: ServerState.CURRENT,
     },
     # SGLang answers most routes of an ill server as those of a paused one: only a token ends this state
     ServerState.ILL: {ServerEvent.GENERATED: ServerState.DOWN},
-    ServerState.STALE: {
+    ServerState.BEHIND: {
         ServerEvent.LOST: ServerState.DOWN,
         ServerEvent.STUCK: ServerState.ILL,
         ServerEvent.READY: ServerState.CURRENT,
@@ -56,7 +56,7 @@ _STATES: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
     ServerState.CURRENT: {
         ServerEvent.LOST: ServerState.DOWN,
         ServerEvent.STUCK: ServerState.ILL,
-        ServerEvent.BEHIND: ServerState.STALE,
+        ServerEvent.BEHIND: ServerState.BEHIND,
     },
 }
 

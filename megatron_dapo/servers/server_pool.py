@@ -253,7 +253,7 @@ class ServerPool:
         if self.is_aborting:
             raise Aborted
         current = [server for server in self.servers if server.state is ServerState.CURRENT]
-        if not current and (stale := self.urls(ServerState.STALE)):
+        if not current and (stale := self.urls(ServerState.BEHIND)):
             raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
         free = [server for server in current if server.num_in_flight < self._max_concurrency]
         return min(

@@ -22,7 +22,7 @@ from megatron_dapo.checkpointing.folders import (
     staging,
     write_controller_state,
 )
-from megatron_dapo.checkpointing.manifest import MANIFEST, Verdict, read_manifest, verify, write_manifest
+from megatron_dapo.checkpointing.manifest import MANIFEST, Findings, read_manifest, verify, write_manifest
 from megatron_dapo.common.errors import UserError
 
 pytestmark = pytest.mark.unit
@@ -252,7 +252,7 @@ def test_a_checkpoint_takes_a_later_state_of_the_rollout_and_is_whole_at_every_m
                 add_controller_state(tmp_path, {"drawn": number})
         assert verify(tmp_path).is_whole and read_controller_state(tmp_path) == {"drawn": number - 1}
         add_controller_state(tmp_path, {"drawn": number})
-        assert verify(tmp_path) == Verdict(()) and read_controller_state(tmp_path) == {"drawn": number}
+        assert verify(tmp_path) == Findings(()) and read_controller_state(tmp_path) == {"drawn": number}
         assert read_manifest(tmp_path).contents == ("model", "controller")
     assert len(list(tmp_path.iterdir())) == 4  # of the states the first and the last
 

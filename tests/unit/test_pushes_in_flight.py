@@ -112,7 +112,7 @@ def test_a_draw_of_the_new_version_takes_no_older_token():
             pool.version = 2  # as if the push had reached it
             with pytest.raises(NeedsSync):
                 await sample(sampler, draw(0, version=2))
-            assert pool.urls(ServerState.STALE) == [server.url]
+            assert pool.urls(ServerState.BEHIND) == [server.url]
 
     asyncio.run(scenario())
 
@@ -160,7 +160,7 @@ def test_what_a_half_pushed_server_writes_is_not_taken_and_it_is_asked_again_aft
             await pool.expect(2)
             group = await running
             check_labels([group])
-            assert pool.urls(ServerState.STALE) == [half.url]
+            assert pool.urls(ServerState.BEHIND) == [half.url]
             await half.push(3)
             await whole.push(3)
             await pool.expect(3)

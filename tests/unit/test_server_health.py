@@ -8,15 +8,15 @@ from megatron_dapo.servers.server_health import ServerEvent, ServerState, StartE
 
 pytestmark = pytest.mark.unit
 
-DOWN, ILL, STALE, CURRENT = ServerState.DOWN, ServerState.ILL, ServerState.STALE, ServerState.CURRENT
+DOWN, ILL, BEHIND, CURRENT = ServerState.DOWN, ServerState.ILL, ServerState.BEHIND, ServerState.CURRENT
 STOPPED, STARTING, WORKING, WAITING = StartState.STOPPED, StartState.STARTING, StartState.WORKING, StartState.WAITING
 # columns: in the order of ServerEvent
 SERVERS = {
     #        lost, stuck, generated, behind, ready
-    DOWN: (DOWN, ILL, DOWN, STALE, CURRENT),
+    DOWN: (DOWN, ILL, DOWN, BEHIND, CURRENT),
     ILL: (ILL, ILL, DOWN, ILL, ILL),
-    STALE: (DOWN, ILL, STALE, STALE, CURRENT),
-    CURRENT: (DOWN, ILL, CURRENT, STALE, CURRENT),
+    BEHIND: (DOWN, ILL, BEHIND, BEHIND, CURRENT),
+    CURRENT: (DOWN, ILL, CURRENT, BEHIND, CURRENT),
 }
 # columns: in the order of StartEvent; None: it cannot happen
 STARTS = {

@@ -226,7 +226,7 @@ def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(fol
         await until(lambda: controller._servers.urls(ServerState.DOWN) == [paused.url])
         paused.is_paused = True
         await paused.start()
-        await until(lambda: controller._servers.urls(ServerState.STALE) == [paused.url])
+        await until(lambda: controller._servers.urls(ServerState.BEHIND) == [paused.url])
         await asyncio.sleep(0.15)
         assert controller._servers.urls(ServerState.CURRENT) == [other.url] and paused.is_paused
         paused.is_paused = False

@@ -30,6 +30,8 @@ POINTERS = (
     "exp_mask entropy count grad_log_probs grad_entropy grad_kl partials"
 ).split()
 
+_IS_CISPO = {"dapo": False, "cispo": True}  # the policy losses of the kernel
+
 
 def token_loss(
     log_probs_N: Tensor,
@@ -82,7 +84,7 @@ def token_loss(
         float("inf") if config.rollout_is_threshold is None else float(config.rollout_is_threshold),
         float(config.kl_loss_coef),
         float(config.entropy_coef),
-        CISPO=config.policy_loss == "cispo",
+        CISPO=_IS_CISPO[config.policy_loss],
         KL=config.kl_loss_type if config.use_kl_loss else "none",
         OFF_POLICY="none" if off is None else off.mode,
         IS=_importance(config),
