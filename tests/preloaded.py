@@ -1,4 +1,5 @@
-"""What the fork server of tests/forked_ranks.py imports. It may start no thread: a fork has only the one that forks."""
+"""What the fork server of tests/forked_ranks.py imports. It may start no thread: a fork has only
+the one that forks."""
 
 import os
 

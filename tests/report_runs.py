@@ -30,7 +30,8 @@ def write_run(
     with_tokens: bool = True,
     num_distinct: int | None = None,
 ) -> RunFolder:
-    """Write a run that learns. Every fourth answer is cut; the first one of the last step is hostile text.
+    """Write a run that learns. Every fourth answer is cut;
+    the first one of the last step is hostile text.
 
     num_distinct: steps after which the answers come again; none = never.
     """
@@ -122,7 +123,8 @@ def write_step(
 
 
 def write_validation(run: RunFolder, step: int, num_right: list[int], n: int = 4, text: str = "so 4") -> None:
-    """Write the held-out answers of a step: so many of n are right, prompt by prompt. text: of each."""
+    """Write the held-out answers of a step: so many of n are right, prompt by prompt. text:
+    of each."""
     lines = [
         {
             "step": step,

@@ -1,4 +1,5 @@
-"""What a rollout correction must be: sequence by sequence, by plain arithmetic in float64, and cases to compare.
+"""What a rollout correction must be: sequence by sequence, by plain arithmetic in float64, and
+cases to compare.
 
 Written with loops over lists where the code under test has masks and segment sums.
 """
@@ -110,7 +111,8 @@ def check(answer: Corrected, case: Case) -> None:
 def random_case(
     config: RolloutCorrection, spread: float = 0.4, seed: int = 0, shape: tuple[int, ...] = (1, 96)
 ) -> Case:
-    """Sequences of different lengths, one of them without counted tokens; NaN wherever a token does not count."""
+    """Sequences of different lengths, one of them without counted tokens;
+    NaN wherever a token does not count."""
     rng = torch.Generator().manual_seed(seed)
     old = -torch.rand(shape, generator=rng, dtype=torch.float64) * 3
     difference = spread * torch.randn(shape, generator=rng, dtype=torch.float64)

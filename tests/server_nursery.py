@@ -1,8 +1,10 @@
-"""Starts SGLang servers by forking: what a server imports is imported once, and a new one serves after a second.
+"""Starts SGLang servers by forking: what a server imports is imported once, and a new one serves
+after a second.
 
-python -m tests.server_nursery   With the environment of a server. Commands are lines of its input, as JSON, and so are
-its answers: ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's process id, ["poll", PID] with its
-exit code, null while it runs. The end of the input ends it, and with it all servers.
+python -m tests.server_nursery With the environment of a server. Commands are lines of its input, as
+JSON, and so are its answers: ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's
+process id, ["poll", PID] with its exit code, null while it runs. The end of the input ends it, and
+with it all servers.
 """
 
 import json
@@ -18,7 +20,8 @@ from megatron_dapo.servers import keyed_sglang
 
 
 def import_sglang() -> None:
-    """Import what keyed_sglang.main imports. It may start no thread: a fork has only the one that forks."""
+    """Import what keyed_sglang.main imports. It may start no thread:
+    a fork has only the one that forks."""
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", keyed_sglang.SERVED_MODELS)
     with large_imports():
         import sglang.launch_server

@@ -1,4 +1,5 @@
-"""A tiny model that chats, files of conversations for it, and the loss that they have by definition."""
+"""A tiny model that chats, files of conversations for it,
+and the loss that they have by definition."""
 
 import json
 import random
@@ -49,8 +50,9 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 
 
 def mean_loss_of(logits_of: Callable[[Tensor], Tensor], model: Path, file: Path, number: int) -> Tensor:
-    """Return the mean of -log p over what the assistant writes in the first rows of a file: each conversation alone,
-    with labels of -100 where the assistant wrote nothing. logits_of: [1, S] tokens -> [1, S, V]."""
+    """Return the mean of -log p over what the assistant writes in the first rows of a file: each
+    conversation alone, with labels of -100 where the assistant wrote nothing. logits_of: [1, S]
+    tokens -> [1, S, V]."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 
     def row_of(row: dict) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""What the tests of the CPU adaptation of SGLang share: inputs of a decode, and code run as the servers run theirs."""
+"""What the tests of the CPU adaptation of SGLang share: inputs of a decode, and code run as the
+servers run theirs."""
 
 import subprocess
 import sys

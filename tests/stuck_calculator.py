@@ -1,4 +1,5 @@
-"""The calculator, which hangs once in a run: in the first call about a training problem, burning CPU."""
+"""The calculator, which hangs once in a run: in the first call about a training problem,
+burning CPU."""
 
 import os
 

@@ -35,8 +35,8 @@ def tiny_config(
     rope: dict | None = None,
     more: dict | None = None,
 ) -> Any:
-    """Return the configuration of a tiny checkpoint in transformers. family: key of tests/families.py. rope: the block
-    rope_parameters. more: other fields."""
+    """Return the configuration of a tiny checkpoint in transformers. family: key of
+    tests/families.py. rope: the block rope_parameters. more: other fields."""
     row = FAMILIES[family]
     fields = dict(
         vocab_size=vocab,
@@ -59,10 +59,11 @@ def tiny_config(
 
 
 def make_tiny(path: str | Path, family: str, *, vocab: int = 64, seed: int = 0, **options: Any) -> Path:
-    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
-    options: of `tiny_config`.
+    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`;
+    returns the path. options: of `tiny_config`.
 
-    Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
+    Every parameter is random, norms and biases too:
+    a parameter that is lost or swapped shows in the log-probs.
     """
     path = Path(path)
     row = FAMILIES[family]
@@ -95,9 +96,11 @@ CHAT_TEMPLATE = (
 def make_tiny_classifier(
     path: str | Path, family: Literal["qwen2", "qwen3", "llama"], bias: float | None = None, seed: int = 0
 ) -> Path:
-    """Write a random classifier with one label, over characters, with a chat template of its own; returns the path.
+    """Write a random classifier with one label, over characters, with a chat template of its own;
+    returns the path.
 
-    bias: of its head; with one it is a token classifier, as the critic of a run is when it is converted.
+    bias: of its head; with one it is a token classifier,
+    as the critic of a run is when it is converted.
     """
     path = make_tiny(path, family, seed=seed)
     config = AutoConfig.from_pretrained(path, num_labels=1)

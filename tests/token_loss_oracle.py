@@ -1,6 +1,8 @@
-"""What the loss of a batch of tokens must be: token by token, by plain arithmetic in float64, and cases to compare.
+"""What the loss of a batch of tokens must be: token by token, by plain arithmetic in float64, and
+cases to compare.
 
-Written with branches where the code under test has maxima and masks, so that no formula stands on both sides.
+Written with branches where the code under test has maxima and masks,
+so that no formula stands on both sides.
 """
 
 import contextlib
@@ -58,7 +60,8 @@ def clipped(adv: float, ratio: float, low: float, high: float, dual: float | Non
 
 
 def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
-    """Loss, and its derivative by the log-prob: of the clipped kinds by way of the clamped ratio."""
+    """Loss, and its derivative by the log-prob:
+    of the clipped kinds by way of the clamped ratio."""
     clip = config.clip
     ratio = math.exp(clamp(log_ratio, 20.0))
     if config.policy_loss == "cispo" and not replayed:
@@ -92,8 +95,9 @@ def kl_of(kind: str, lp: float, ref: float) -> tuple[float, float]:
 
 
 def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tuple[float, float], float]:
-    """Of a counted token: {sum's name: (term, what it counts)}, {maximum's name: value}, the two parts of the gradient
-    by the log-prob, the gradient by the entropy. The batch's count is added by the caller: such rows count 0 here."""
+    """Of a counted token: {sum's name: (term, what it counts)}, {maximum's name: value}, the two
+    parts of the gradient by the log-prob, the gradient by the entropy. The batch's count is added
+    by the caller: such rows count 0 here."""
     w, lp, adv = t["weights"], t["log_probs"], t["advantages"]
     old = t.get("old_log_probs", lp)
     log_ratio = t["sequence_log_ratio"] if config.policy_loss == "gspo" else lp - old
@@ -155,7 +159,8 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """sums: name -> (sum, count, sum of absolute terms). grads: per token (gradient, sum of its absolute parts)."""
+    """sums: name -> (sum, count, sum of absolute terms). grads: per token (gradient,
+    sum of its absolute parts)."""
 
     sums: dict[str, list[float]]
     maxima: dict[str, float]
@@ -189,7 +194,8 @@ def expected(case: Case) -> Expected:
 
 
 def check(result, case: Case, want: Expected, precision: float, floor: float = 0.0) -> None:
-    """Asserts that a TokenLoss is what is wanted, to `precision` times the absolute terms of each sum plus `floor`."""
+    """Asserts that a TokenLoss is what is wanted, to `precision` times the absolute terms of each
+    sum plus `floor`."""
 
     def close(ours: float, value: float, scale: float, what: str) -> None:
         assert abs(ours - value) <= precision * (abs(scale) + floor), f"{what}: {ours} is not {value}"
@@ -259,15 +265,16 @@ def random_case(config: LossConfig, n: int = 300, mode: str = "token-mean", seed
 
 
 def means_of_sequences(values: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-    """At each token, the mean over the counted tokens of its segment; any number in a segment without one."""
+    """At each token, the mean over the counted tokens of its segment;
+    any number in a segment without one."""
     rows = list(zip(segments.tolist(), mask.tolist(), values.tolist(), strict=True))
     parts = {segment: [value for s, counts, value in rows if s == segment and counts] for segment, _, _ in rows}
     return torch.tensor([sum(parts[segment]) / max(1, len(parts[segment])) for segment, _, _ in rows])
 
 
 def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
-    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token counts. With a ratio of
-    whole sequences the second is that of the sequence."""
+    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token
+    counts. With a ratio of whole sequences the second is that of the sequence."""
     adv, log_ratio, ref, server, exp_mask = torch.tensor(rows).T
     new = torch.full_like(adv, -1.0)
     old = new - log_ratio

@@ -1,4 +1,4 @@
-"""The commands of docs/checkpoints.md that need neither a network nor a cluster do what the text says."""
+"""The commands of docs/checkpoints.md without a network or a cluster do as the text says."""
 
 import json
 import os

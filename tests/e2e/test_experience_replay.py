@@ -1,4 +1,5 @@
-"""Experience replay from end to end: a real server, two trainer ranks; every batch is looked at as it was dumped."""
+"""Experience replay from end to end: a real server, two trainer ranks,
+every dumped batch inspected."""
 
 import json
 from dataclasses import replace

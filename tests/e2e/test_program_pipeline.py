@@ -1,6 +1,7 @@
-"""The program with two pipeline stages and two servers: the same run in another layout, on a tied Llama.
+"""The program with two pipeline stages and two servers: the same run in another layout,
+on a tied Llama.
 
-Its batches are dumped, and replayed without a server in the same layout and in another.
+Its batches are dumped; replays without a server follow in the same layout and in another.
 """
 
 import json
@@ -66,7 +67,8 @@ def test_every_step_trains_and_reaches_both_servers(metrics):
 
 
 def test_both_stages_weights_arrive_on_the_servers(metrics):
-    """The last step was sampled with weights that two updates moved; the servers' log-probs are the trainer's."""
+    """The last step was sampled with twice-updated weights;
+    the servers' log-probs are the trainer's."""
     compared = [line["actor/rollout_abs_diff_max"] for line in metrics if "actor/rollout_kl" in line]
     assert compared and max(compared) < 1e-4
 
@@ -79,7 +81,7 @@ def replays(folder, metrics) -> dict[str, list[dict]]:
 
 
 def compared(line: dict) -> dict[str, float]:
-    """What a replay has to give again: neither the clock nor the servers."""
+    """A replay must give these again: all but the clock and the servers."""
     return {name: value for name, value in line.items() if name.split("/")[0] not in ("time", "perf", "weight_sync")}
 
 

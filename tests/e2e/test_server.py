@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 def ask(server, question):
-    """What `question(client)` returns."""
+    """The result of `question(client)`."""
 
     async def run():
         async with SGLangClient(server.url, server.key) as client:
@@ -219,7 +219,7 @@ def test_strangers_are_refused_on_every_route_that_the_server_has(server):
 
 
 def test_the_key_of_a_server_is_in_its_file_alone(server):
-    """Not in any log. What the list of processes shows is looked at in test_server_launch.py."""
+    """Not in any log. For the list of processes see test_server_launch.py."""
     generate(server, PROMPTS, SamplingParams(max_new_tokens=2))
     folder = server.supervisor.key_file.parent.parent
     holders = [path for path in folder.rglob("*") if path.is_file() and server.key.encode() in path.read_bytes()]

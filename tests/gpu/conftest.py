@@ -1,5 +1,5 @@
-"""Tests that need a CUDA GPU, skipped where there is none. `make test-gpu`, or with torch, triton, numpy and pytest
-alone
+"""Tests on a CUDA GPU, skipped without one. `make test-gpu`, or with only torch, triton,
+numpy and pytest
 
 python -m pytest -c tests/gpu/pytest.ini tests/gpu
 """

@@ -1,7 +1,9 @@
-"""Silent numerical bugs that other projects have published, each as a change of our source that some test must notice.
+"""Silent numerical bugs that other projects have published, each as a change of our source that
+some test must notice.
 
-`make mutation ARGS=published` puts every bug into a copy of the tree and runs the tests that are named with it; a name
-behind it (`ARGS='published experts'`) chooses the bugs whose names have it. docs/exactness.md tells their story.
+`make mutation ARGS=published` puts every bug into a copy of the tree and runs the tests that are
+named with it; a name behind it (`ARGS='published experts'`) chooses the bugs whose names have it.
+docs/exactness.md tells their story.
 """
 
 import os
@@ -23,8 +25,8 @@ COPIED = ("megatron_dapo", "tests", "configs", "examples", "checkpoints_tools", 
 class PublishedBug:
     """before stands in `path` exactly once; with `after` in its place the program has the bug.
 
-    name: as docs/exactness.md gives it. test: a node of pytest that must fail. base: the case that a comparison of
-    layouts is made with; only these two cases are run.
+    name: as docs/exactness.md gives it. test: a node of pytest that must fail. base: the case that
+    a comparison of layouts is made with; only these two cases are run.
     """
 
     name: str
@@ -338,7 +340,8 @@ BUGS = (
 def run(parts: Sequence[str] = ()) -> int:
     """Put in every bug whose name has one of the parts, and return how many no test notices.
 
-    Raises RuntimeError where a test fails in the unchanged tree, or cannot be run: then its failure means nothing.
+    Raises RuntimeError where a test fails in the unchanged tree, or cannot be run:
+    then its failure means nothing.
     """
     bugs = [bug for bug in BUGS if not parts or any(part in bug.name for part in parts)]
     started = time.monotonic()

@@ -1,6 +1,8 @@
-"""One Slurm cluster of three nodes for the tests of this folder (one per worker), and what they ask of a job.
+"""One Slurm cluster of three nodes for the tests of this folder (one per worker), and what they ask
+of a job.
 
-The cluster is real (see local_slurm.sh), the scripts are the users', and so are trainer and servers.
+The cluster is real (see local_slurm.sh), the scripts are the users',
+and so are trainer and servers.
 """
 
 import json
@@ -22,7 +24,8 @@ from tests.helpers import REPOSITORY
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")
 TAIL = 2500  # characters of each log that a failure shows
 PATIENCE_S = 900
-"""That a test waits for Slurm and for jobs: several times what they take beside other work on two cores."""
+"""That a test waits for Slurm and for jobs:
+several times what they take beside other work on two cores."""
 
 SMALL_STEPS = (
     "data.val_files=[]",  # 200 held-out prompts before and after each run would take longer than its steps
@@ -78,7 +81,8 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def submit(self, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str) -> "Job":
-        """`sbatch FLAGS slurm/demo.sh OVERRIDES` with a run folder of its own and a fourth of the samples per step."""
+        """`sbatch FLAGS slurm/demo.sh OVERRIDES` with a run folder of its own and a fourth of the
+        samples per step."""
         run = RunFolder(self.folder / name)
         log = self.folder / f"{name}.log"
         number = self.run(
@@ -101,7 +105,8 @@ class Job:
         return re.search(rf"\b{name}=(\S*)", shown)[1]
 
     def exit_code(self) -> int:
-        """Waits until the job has ended for good; its exit code, which is 128 + signal where a signal ended it."""
+        """Waits until the job has ended for good; its exit code, which is 128 + signal where a
+        signal ended it."""
         self.wait(lambda: self.fact("JobState") in _ENDS, "the job ends")
         code, signal = map(int, self.fact("ExitCode").split(":"))
         return 128 + signal if signal else code
@@ -111,8 +116,8 @@ class Job:
         self._cluster.run("scancel", "--batch", f"--signal={name}", str(self.number))
 
     def shorten(self) -> None:
-        """Its time limit, so that Slurm sends the signal that the script asks for 120 s before the limit, at its
-        next look (every 30 s)."""
+        """Its time limit, so that Slurm sends the signal that the script asks for 120 s before the
+        limit, at its next look (every 30 s)."""
         hours, minutes, _ = map(int, self.fact("RunTime").split(":"))
         self._cluster.run("scontrol", "update", f"jobid={self.number}", f"timelimit={60 * hours + minutes + 2}")
 

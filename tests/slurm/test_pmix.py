@@ -1,4 +1,5 @@
-"""The trainer started by `srun --mpi=pmix`, over two nodes: the run that torchrun makes on one machine."""
+"""The trainer started by `srun --mpi=pmix`, over two nodes:
+the run that torchrun makes on one machine."""
 
 import sys
 

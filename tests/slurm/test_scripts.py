@@ -1,4 +1,5 @@
-"""Every script of slurm/ as a shell reads it, as shellcheck does, and as Slurm does when it is submitted."""
+"""Every script of slurm/ as a shell reads it, as shellcheck does,
+and as Slurm does when it is submitted."""
 
 import os
 import shutil
@@ -88,8 +89,8 @@ def test_a_wrong_setting_is_one_line(settings, sentence):
     assert done.returncode == 2 and done.stderr == f"FAILED (2): {sentence}\n" and done.stdout == ""
 
 
-# Stands for srun and for apptainer: notes the command line, then runs what follows the flags; but no task of a node.
-# As srun does, it adds a line of its own where that fails.
+# Stands for srun and for apptainer: notes the command line, then runs what follows the flags; but
+# no task of a node. As srun does, it adds a line of its own where that fails.
 STUB = """#!/bin/bash
 echo "${0##*/} $*" >>"$CALLS"
 while [[ $1 != python* ]]; do shift; done
@@ -106,8 +107,8 @@ CONTAINERS = {  # what comes between srun's own flags and the command
 
 @pytest.fixture
 def stubs(tmp_path):
-    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs` says. Its standard
-    output is the job's log, which has both streams."""
+    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs`
+    says. Its standard output is the job's log, which has both streams."""
 
     def run_job(programs: dict[str, str], *overrides: str, **environment: str) -> subprocess.CompletedProcess:
         for name, text in programs.items():
@@ -145,8 +146,8 @@ def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(
     assert calls.read_text().count(flags) == 3  # the plan, the preflight, how it ended
 
 
-# Stands for srun: the preflight is well; the trainer has its script signalled, and when it finds the file `stop` it
-# leaves what a trainer leaves that was asked to save.
+# Stands for srun: the preflight is well; the trainer has its script signalled, and when it finds
+# the file `stop` it leaves what a trainer leaves that was asked to save.
 SRUN_OF_A_TRAINER = """#!/bin/bash
 [[ "$*" = *=trainer* ]] || exit 0
 logs=$(dirname "${@: -1}") run=$RUN_FOLDER
@@ -167,7 +168,8 @@ exit 1
 
 @pytest.mark.parametrize("state", ["", "RUNNING", "SIGNALING", "SUSPENDED"])
 def test_a_running_job_obeys_the_signal_and_reports_its_save_after_slurm_fell_silent(state, stubs, tmp_path):
-    """state: what Slurm calls the job ("": it does not answer); at a signal that is SIGNALING for a moment."""
+    """state: what Slurm calls the job ("": it does not answer);
+    at a signal that is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
     programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
     programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"  # it asks Slurm again every two seconds, twice five times
