@@ -50,8 +50,8 @@ INSTRUCTIONS = {
 @dataclass(frozen=True)
 class Compiled:
     """One kernel: registers per thread, bytes of them spilled to memory (stores and loads), bytes
-    of shared memory per program. And the number of instructions of each kind
-    in the machine code."""
+    of shared memory per program. And the number of instructions of each kind in the machine
+    code."""
 
     registers: int
     spilled: int

@@ -94,8 +94,8 @@ def pytest_collection_finish() -> None:
 
 def _mix(items: list[pytest.Item]) -> None:
     """Put the Slurm tests, which mostly wait, between computing ones, one class or file of each in
-    turn. Long files come first. Short ones come last and fill the gaps of workers
-    with less to do."""
+    turn. Long files come first. Short ones come last and fill the gaps of workers with less to
+    do."""
     jobs: dict[str, list[pytest.Item]] = {}
     others: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=_place):

@@ -1,6 +1,7 @@
 """The families under test: one row each.
 
-Tests of parity, conversion, layouts, adapters and servers derive their lists from these rows."""
+Tests of parity, conversion, layouts, adapters and servers derive their lists from these rows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

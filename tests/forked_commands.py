@@ -2,8 +2,8 @@
 forks of a process with all imports done.
 
 A start of the trainer takes seconds, nearly all of them for imports. A fork does the command's
-work: it has the command's arguments, environment, standard output and log,
-and a session of its own.
+work: it has the command's arguments, environment, standard output and log, and a session of its
+own.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Ranks without imports: forks of one process with torch, Megatron and the workers' other modules.
 
 A rank gets the same as from torchrun: its variables, a process of its own, a file as `__main__`.
-Four of them start in half a second, under torchrun in ten;
-tests of torchrun's own behaviour use `helpers.run_torchrun`.
+Four of them start in half a second, under torchrun in ten; tests of torchrun's own behaviour use
+`helpers.run_torchrun`.
 """
 
 import multiprocessing

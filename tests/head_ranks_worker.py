@@ -1,6 +1,7 @@
 """Run under torchrun: `check_over_ranks` with and without sequence parallelism.
 
-Arguments: cuda or cpu, a shape."""
+Arguments: cuda or cpu, a shape.
+"""
 
 import sys
 

@@ -40,16 +40,16 @@ def free_port(number: int = 1) -> int:
 
 def be_rank_of_another_host(rank: int) -> None:
     """Make this process a local rank that NCCL takes on a shared device: with different host names,
-    ranks talk over the loopback interface.
-    On a machine with a GPU for each rank it takes its own."""
+    ranks talk over the loopback interface. On a machine with a GPU for each rank it takes its
+    own."""
     os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}  # a child inherits its parent's
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def run_module(*arguments: str, timeout: float = 560) -> str:
     """`python -m ARGUMENTS` in the repository as a user starts it; its standard output. Raises
-    AssertionError with the end of its output if it fails,
-    subprocess.TimeoutExpired if it does not end."""
+    AssertionError with the end of its output if it fails, subprocess.TimeoutExpired if it does not
+    end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)

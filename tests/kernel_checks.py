@@ -344,8 +344,8 @@ def check_memory(case: HeadCase) -> None:
 
 def check_over_ranks(case: HeadCase, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
     """The vocabulary cut over the ranks of `group`, with all hidden rows or a slice each: float64's
-    answers, and the same log-probs to the bit on every rank. Collective;
-    the same case on every rank."""
+    answers, and the same log-probs to the bit on every rank. Collective; the same case on every
+    rank."""
     rank, size = group.rank(), group.size()
     bounds, rows_here = BOUNDS[case.hidden_LH.dtype], len(case.hidden_LH) // size
     columns = slice(rank * len(case.weight_VH) // size, (rank + 1) * len(case.weight_VH) // size)

@@ -1,5 +1,4 @@
-"""What the tests of the CPU adaptation of SGLang share: inputs of a decode, and code run as the
-servers run theirs."""
+"""Tools for tests of SGLang's CPU adaptation: inputs of a decode, and code run as in a server."""
 
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from megatron_dapo.platform.sglang_cpu import cpu_server
 
 
 def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int, seed: int) -> dict:
-    """Requests whose tokens lie in scattered cache slots; slots that belong to none hold nan."""
+    """Requests with tokens in scattered cache slots; unowned slots hold nan."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = sum(lengths) + 50
     slots = torch.randperm(num_slots, generator=generator)

@@ -25,7 +25,7 @@ def synthetic_groups(
 
 
 def with_replayed(groups: list[Group]) -> list[Group]:
-    """The first sample of every other group as one that was replayed."""
+    """With the first sample of every other group marked as replayed."""
 
     def changed(group: Group) -> Group:
         first, *others = group.samples
@@ -46,7 +46,7 @@ def with_older(groups: list[Group]) -> list[Group]:
 
 
 def with_experts(groups: list[Group], shape: RouterShape, seed: int = 0) -> list[Group]:
-    """The same with the experts of a server whose routers draw lots."""
+    """The same with the experts of a server with routers that draw lots."""
     generator = np.random.default_rng(seed)
     moe = shape.moe
 

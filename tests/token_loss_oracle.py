@@ -1,8 +1,8 @@
-"""What the loss of a batch of tokens must be: token by token, by plain arithmetic in float64, and
-cases to compare.
+"""The loss of a batch of tokens by plain arithmetic in float64, token by token,
+and cases to compare.
 
-Written with branches where the code under test has maxima and masks,
-so that no formula stands on both sides.
+Written with branches, unlike the maxima and masks of the code under test:
+no formula is on both sides.
 """
 
 import contextlib
@@ -95,9 +95,9 @@ def kl_of(kind: str, lp: float, ref: float) -> tuple[float, float]:
 
 
 def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tuple[float, float], float]:
-    """Of a counted token: {sum's name: (term, what it counts)}, {maximum's name: value}, the two
-    parts of the gradient by the log-prob, the gradient by the entropy. The batch's count is added
-    by the caller: such rows count 0 here."""
+    """Of a counted token: {sum's name: (term, its count)}, {maximum's name: value}, the two parts
+    of the gradient by the log-prob, the gradient by the entropy. The batch's count is added by the
+    caller: such rows count 0 here."""
     w, lp, adv = t["weights"], t["log_probs"], t["advantages"]
     old = t.get("old_log_probs", lp)
     log_ratio = t["sequence_log_ratio"] if config.policy_loss == "gspo" else lp - old
@@ -194,8 +194,8 @@ def expected(case: Case) -> Expected:
 
 
 def check(result, case: Case, want: Expected, precision: float, floor: float = 0.0) -> None:
-    """Asserts that a TokenLoss is what is wanted, to `precision` times the absolute terms of each
-    sum plus `floor`."""
+    """Asserts that a TokenLoss is right,
+    to `precision` times the absolute terms of each sum plus `floor`."""
 
     def close(ours: float, value: float, scale: float, what: str) -> None:
         assert abs(ours - value) <= precision * (abs(scale) + floor), f"{what}: {ours} is not {value}"
@@ -224,7 +224,7 @@ def check(result, case: Case, want: Expected, precision: float, floor: float = 0
 
 @contextlib.contextmanager
 def declaring(change: Callable[[LossSums], LossSums]) -> Iterator[None]:
-    """With metrics that `change` makes of those that the policy loss declares."""
+    """With metrics made by `change` from those that the policy loss declares."""
     module = sys.modules["megatron_dapo.algorithms.dapo_loss"]  # the package exports the function of that name
     original = module.policy_loss
     metric_names.cache_clear()
@@ -312,7 +312,7 @@ BYPASS = replace(WEIGHED, bypass_mode=True, report_stale=True)
 
 
 def weighed(case: Case) -> Case:
-    """Some tokens are rejected; NaN where a token does not count."""
+    """Some tokens are rejected; NaN at all uncounted tokens."""
     importance = torch.rand(len(case.log_probs), generator=torch.Generator().manual_seed(1)) * 2 - 0.5
     importance = torch.where(case.tokens.weights == 0, torch.nan, importance.clamp(min=0))
     return replace(case, tokens=replace(case.tokens, importance=importance))
@@ -398,7 +398,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 GSPO = replace(EVERYTHING, policy_loss="gspo", off_policy=None)
-# of the torch backend alone: the ratio is one of whole sequences
+# only the torch backend: the ratio is one of whole sequences
 SEQUENCE_CASES: dict[str, Callable[[], Case]] = {
     "a ratio of sequences, and all else": lambda: random_case(replace(GSPO, clip=Clip(0.1, 0.1, 1.12)), seed=21),
     "a ratio of sequences, clipped as in its paper": lambda: random_case(

@@ -1,5 +1,7 @@
-"""Run under torchrun on two GPUs with Transformer Engine: the same model with its user buffers and
-without. Argument: a model's folder."""
+"""Run under torchrun on two GPUs with Transformer Engine: one model with and without user buffers.
+
+Argument: a model's folder.
+"""
 
 import sys
 

@@ -26,8 +26,8 @@ def run_layouts(
     processes runs all its layouts.
 
     REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of
-    another one. The variable LAYOUT_CASES restricts the runs to some names,
-    for one quick comparison.
+    another one. The variable LAYOUT_CASES restricts the runs to some names, for one quick
+    comparison.
     """
     if only := os.environ.get("LAYOUT_CASES", "").split():
         layouts = restricted(layouts, only)
@@ -88,8 +88,8 @@ def assert_same(got: dict, expected: dict) -> None:
         if what in got:
             assert got[what].keys() == expected[what].keys()
             # advantages of a group sum to zero, so gradients are small differences of large terms:
-            # the rounding goes with the largest gradient of the model as well
-            # as with the parameter's own
+            # the rounding goes with the largest gradient of the model as well as with the
+            # parameter's own
             largest = max(tensor.abs().max() for tensor in expected[what].values())
             for name, tensor in expected[what].items():
                 error = (got[what][name] - tensor).abs().max()

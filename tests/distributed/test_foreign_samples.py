@@ -39,8 +39,8 @@ def written_by(server: str, log_prob: float, group: Group, weight_version: int) 
 
 def batches(folder: Path, second_version: int) -> Path:
     """Two steps. The first has no token of the step's own weights or older ones, and cannot be
-    checked. A quarter of the second comes from a server with the log-probs of no model
-    of this size."""
+    checked. A quarter of the second comes from a server with the log-probs of no model of this
+    size."""
     for step, version in ((1, 7), (2, second_version)):
         groups = synthetic_groups(64, num_groups=16, n=8, max_prompt=8, max_response=40, seed=step)
         groups = [

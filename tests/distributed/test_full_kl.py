@@ -1,6 +1,7 @@
 """The KL over the whole vocabulary, in the loss and in the reward, at every layout and head.
 
-The same number and gradients everywhere, and transformers' number."""
+The same number and gradients everywhere, and transformers' number.
+"""
 
 from pathlib import Path
 

@@ -5,8 +5,8 @@ Faults: die_at_update, freeze_at_update, refuse_at_update (numbers from 1 on), c
 name). It keeps the tensors it receives under their Hugging Face names; its checksums are per fused
 parameter, as in SGLang. It has no model: its responses are random letters of random length. Every
 token's log-prob is -`fingerprint` of the tensors held at that moment, so a sample tells of its
-weights even under a wrong label. Its pipe reports at once, in order,
-every call and every written token.
+weights even under a wrong label. Its pipe reports at once, in order, every call and every written
+token.
 """
 
 import asyncio

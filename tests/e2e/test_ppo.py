@@ -1,11 +1,12 @@
-"""PPO with a critic, as a user starts it: the demo task with a real server.¶It runs at two
-tensor-parallel ranks with sequence parallelism. A replay of its batches then runs at two pipeline
-stages: a second server would cost half of the test.
+"""PPO with a critic, as a user starts it: the demo task with a real server.
+
+It runs at two tensor-parallel ranks with sequence parallelism. A replay of its batches then runs at
+two pipeline stages: a second server would cost half of the test.
 
 In the first step only the critic learns. The bounds are from three runs with a server (two at TP 2,
 one at PP 2), in means of three steps. Explained variance was 0.36 to 0.69 from the third step on.
-The value loss fell from 0.20 to between 0.05 and 0.10;
-the reward climbed from below 0.40 to above 0.62.
+The value loss fell from 0.20 to between 0.05 and 0.10; the reward climbed from below 0.40 to above
+0.62.
 """
 
 import json

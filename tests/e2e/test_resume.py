@@ -55,8 +55,8 @@ def inputs(tmp_path_factory) -> Path:
 
 def config_of(inputs: Path, run: Path, *overrides: str) -> Config:
     """KL in the reward with an adaptive coefficient, a learning rate with warm-up and decay, two
-    optimizer steps per rollout step, experience replay: every state there is,
-    and all of them move."""
+    optimizer steps per rollout step, experience replay: every state there is, and all of them
+    move."""
     return load_and_validate(
         None,
         [

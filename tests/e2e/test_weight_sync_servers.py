@@ -53,8 +53,8 @@ add in another order."""
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2.3 MB per stage: several buckets of 1 MB. An odd vocabulary, padded by servers. A family
-    with servers readable tensor by tensor,
-    and with scaled rotary frequencies of the servers' own."""
+    with servers readable tensor by tensor, and with scaled rotary frequencies of the servers'
+    own."""
     folder = tmp_path_factory.mktemp("model")
     return make_tiny(folder, "mistral", vocab=65, layers=8, hidden=128, rope=YARN_ROPE)
 

@@ -78,8 +78,8 @@ def has_grouped_product(policy: Policy) -> bool:
 @pytest.mark.parametrize("model_path", MIXTURES, indirect=True)
 def test_the_grouped_product_of_a_ranks_experts_equals_ours(layout, model_path, tmp_path):
     """Ours, and its own with adapters, which change nothing yet, are computed one after the other.
-    A grouped product stands beside adapters of the attention only,
-    and for experts without modules (gpt-oss)."""
+    A grouped product stands beside adapters of the attention only, and for experts without modules
+    (gpt-oss)."""
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, ITS)
     assert has_grouped_product(policy)
     assert policy.update(mini_batches, weight_version=0)["actor/expert_dropped"] == 0.0

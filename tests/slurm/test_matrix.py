@@ -1,6 +1,8 @@
-"""`sbatch slurm/demo.sh`: the demo's training over nodes, each with a network of its own, and what
-may happen to it. Of each thing: exit code, the last line of the log, which names the cause, that no
-step and no process is left, and that nothing is requeued that should not be.
+"""`sbatch slurm/demo.sh`: the demo's training over nodes with networks of their own,
+and its incidents.
+
+Of each incident: exit code; the last line of the log, with the cause; no step and no process left;
+no requeue without need.
 
 To save starts of servers a job goes through several of these things, in the order of its class. The
 classes share nothing: `make test` has several workers run them.
@@ -35,7 +37,7 @@ def assert_it_trained(job, server_node: str) -> None:
 
 
 def saved_line(job, step: int, total: int) -> str:
-    """What a stopped job says, as a regular expression: it may have been sampling,
+    """A stopped job's words, as a regular expression: it may have been sampling,
     and keeps those groups too."""
     folder = re.escape(str(job.run_folder.path))
     return rf"SAVED: step {step} of {total}(, and \d+ groups of the next one,)? is saved in {folder}"
@@ -51,8 +53,8 @@ exec "$@"
 
 
 class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
-    """Six steps with a server on the third node. After two steps comes the signal that Slurm sends
-    before the limit."""
+    """Six steps with a server on the third node.
+    After two steps comes Slurm's signal before the limit."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -181,8 +183,8 @@ class TestNodesAreTakenAway:
 
 class TestAChainOfTwoJobs:
     """In the first one a reward worker hangs on the first response, and after two steps its time is
-    nearly up; in the second the server is killed,
-    and then a trainer rank on the second of two nodes."""
+    nearly up. In the second the server is killed, and then a trainer rank on the second of two
+    nodes."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,4 +1,4 @@
-"""What the files of the ladder's programs say: each verdict has what makes it red."""
+"""The files of the ladder's programs: each verdict has its red cases."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""avg@n, pass@k, maj@n and their intervals, against implementations that share nothing with ours."""
+"""avg@n, pass@k, maj@n and their intervals,
+against implementations that share nothing with ours."""
 
 import statistics
 from fractions import Fraction
@@ -79,9 +80,9 @@ def test_ties_count_by_halves_and_no_answer_is_no_vote():
 @SMALL
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=2, max_size=4))
 def test_intervals_are_those_of_all_resamples_that_there_are(rows):
-    """Of up to four prompts all resamples can be written down. A bound of 10 000 random ones lies between the exact
-    quantiles a little below and above: the share of resamples below a value has the deviation sqrt(0.025 * 0.975 / 1e4)
-    = 0.0016, so five of them miss once in a million."""
+    """With up to four prompts all resamples can be written down. A bound of 10 000 random ones lies
+    between the exact quantiles a little below and above. The share of resamples below a value has
+    the deviation sqrt(0.025 * 0.975 / 1e4) = 0.0016, so five of them miss once in a million."""
     got = estimates([{"a": float(a), "b": float(b)} for a, b in rows])
     for column, name in enumerate("ab"):
         values = [row[column] for row in rows]

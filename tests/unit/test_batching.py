@@ -143,7 +143,7 @@ def test_a_sample_without_prompt_or_with_ragged_columns_is_an_assertion():
         assemble([make_group("a", [1.0], loss_mask=(1,))])
 
 
-# ------------------------------------------------------------------------------------------------ mini-batches
+# ------------------------------------------------------------------------------------- mini-batches
 
 
 def groups_of(num_groups: int) -> list[Group]:
@@ -179,7 +179,7 @@ def test_mini_batch_membership_does_not_depend_on_the_layout():
             assert sorted(s.sample_id for rank in plan for bin_ in rank for s in bin_) == expected
 
 
-# ------------------------------------------------------------------------------------------------ shards
+# ------------------------------------------------------------------------------------------- shards
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.01, 1.0]))

@@ -1,4 +1,4 @@
-"""The benchmark beside TRL counts CPU time of whole process trees, between the right steps, and tells parts apart."""
+"""The benchmark beside TRL: CPU time of whole process trees, between the right steps, by part."""
 
 import subprocess
 import sys
@@ -49,7 +49,8 @@ subprocess.run(child)
 
 
 def test_the_cpu_time_of_a_child_counts_though_it_has_ended(tmp_path):
-    """The command uses at least 0.2 s and its child 0.4 s: no more than they took, and each where it belongs."""
+    """The command uses at least 0.2 s and its child 0.4 s: no more than they took,
+    each in its place."""
     file = tmp_path / "steps"
 
     def part_of(command, parent):

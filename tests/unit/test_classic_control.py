@@ -1,4 +1,5 @@
-"""PPO for classic control: the seed's names, shapes and formulas; states that are values; time limits that are no ends.
+"""PPO for classic control: the seed's names, shapes, formulas; states are values;
+time limits no ends.
 
 That it learns is in tests/e2e/test_classic_control.py.
 """
@@ -145,10 +146,12 @@ class Given(torch.nn.Module):
 
 
 def test_the_metrics_of_an_update_are_those_worked_out_by_hand():
-    """Three steps with p = 1/2 for both actions; the episode ends after the second, the third's value is 1 beyond.
+    """Three steps with p = 1/2 for both actions; the episode ends after the second, the value after
+    the third is 1.
 
-    gamma 1/2, lambda 1/2. A_3 = 2 + 0.5 * 1 - 1 = 1.5; A_2 = 1 - 2 = -1; A_1 = 1 + 0.5 * 2 - 1.5 + 0.25 * A_2 = 0.25.
-    Returns 1.75, 1, 2.5; whitened advantages (A - 0.25) / sqrt(1.5625) = 0, -1, 1.
+    gamma 1/2, lambda 1/2. A_3 = 2 + 0.5 * 1 - 1 = 1.5; A_2 = 1 - 2 = -1; A_1 = 1 + 0.5 * 2 - 1.5 +
+    0.25 * A_2 = 0.25. Returns 1.75, 1, 2.5; whitened advantages (A - 0.25) / sqrt(1.5625) = 0, -1,
+    1.
     """
     config = PPOConfig(gamma=0.5, gae_lambda=0.5, n_epochs=1, n_minibatches=1, vf_coef=0.5, ent_coef=0.1)
     params = Given([[0.0, 0.0]] * 3, [1.8, 2.1, 1.0])  # now; the values of the rollout were 1.5, 2, 1
@@ -193,7 +196,8 @@ def test_where_the_time_limit_ends_an_episode_the_value_of_what_would_have_come_
     ends[[4, 9]] = True
     assert torch.equal(trajectories.done, ends)
     assert torch.equal(trajectories.bootstrap != 0, ends)
-    # an episode's first observation is drawn from +-0.05, its last is further out: not what the next step saw
+    # an episode's first observation is drawn from +-0.05, its last is further out:
+    # not the next step's
     env, env_params = make("CartPole-v1")
     obs, env_state = env.reset(0, env_params)
     for action in trajectories.action[:5, 0].tolist():

@@ -21,7 +21,8 @@ SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, stop_token_ids=(5,)
 
 
 def ask(routes: dict[str, Callable | dict], question: Callable, **client_options):
-    """What `question(client)` returns from a server with these routes: JSON answers, or functions of the request."""
+    """The result of `question(client)` on a server with these routes: JSON answers,
+    or functions of the request."""
 
     async def run():
         application = web.Application()

@@ -1,4 +1,4 @@
-"""The controller when servers fail, hang or hold other weights: an error names them, and nothing is lost."""
+"""The controller with failing, hanging or outdated servers: errors name them, nothing is lost."""
 
 import asyncio
 
@@ -91,7 +91,8 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_sync_and_nothing
 
 
 def test_samples_by_other_weights_are_not_used_and_finished_groups_stay(folder):
-    """The server changes its weights after p0 and p1 are answered, unseen by the check before the step."""
+    """The server changes its weights after p0 and p1 are answered,
+    unseen by the check before the step."""
     script = Script()
 
     async def scenario(controller, servers):

@@ -1,4 +1,4 @@
-"""The critic on one process: what its loss reads, what stops it, where its weights come from."""
+"""The critic on one process: inputs of its loss, its stops, the origin of its weights."""
 
 import math
 from dataclasses import replace
@@ -85,7 +85,8 @@ def test_values_learn_the_returns_and_the_metrics_say_so(layout, any_model_path,
 
 
 def test_a_value_that_left_its_range_has_no_gradient(layout, model_path):
-    """Old values far below the returns, current ones beyond the range: the loss is that of the bound."""
+    """Old values far below the returns, current ones beyond the range:
+    the loss is that of the bound."""
     critic, shard = scored(layout, model_path)
     (mini_batch,) = critic.with_targets(shard)
     far = [replace(b, values=b.values - 1.0, returns=torch.full_like(b.returns, -3.0)) for b in mini_batch]
@@ -135,7 +136,8 @@ def test_a_sample_over_the_critics_cap_is_an_error_that_names_it(layout, model_p
 
 
 def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(layout, model_path, tmp_path):
-    """Of a training checkpoint the critic's own folder counts; without one, the policy lends its body."""
+    """Of a training checkpoint the critic's own folder counts; without one,
+    the policy lends its body."""
     megatron = load_config(None, []).actor_rollout_ref.actor.megatron
     spec = read_model_spec(model_path)
     policy = build_model(spec, layout, megatron)
@@ -170,7 +172,8 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reloaded_critic_continues_to_the_bit(layout, any_model_path, tmp_path, dtype):
-    """In bfloat16 its float32 copies come back too: weights alone would begin with what is rounded."""
+    """In bfloat16 its float32 copies come back too:
+    weights by themselves would begin with rounded values."""
     critic, shard = scored(layout, any_model_path, dtype)
     critic.update(shard)
     training = {"optimizer": critic.state.optimizer, "lr_schedule": critic.state.lr_schedule}

@@ -1,4 +1,4 @@
-"""The same run folder again: nothing of an earlier run is overwritten, mixed with the new one's, or lost."""
+"""The same run folder again: nothing of an earlier run is overwritten, mixed in or lost."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_a_folder_in_which_no_run_has_got_to_a_step_is_used_as_it_is(tmp_path, c
 
 
 def test_a_resumed_run_takes_back_the_samples_and_batches_after_its_checkpoint(folder, capsys):
-    """Also where it ends before it has done those steps again: it is shorter now."""
+    """Even if it ends before it has done those steps again: it is shorter now."""
     save(folder, 1)
     (folder.rollouts / "notes.txt").write_text("mine")
     assert choose_start(config(folder), folder, SingleRank()).step == 1

@@ -1,4 +1,5 @@
-"""The environment pool, in real processes: a stuck environment costs its trajectory, and its worker is replaced."""
+"""The environment pool, in real processes: a stuck one costs its trajectory,
+its worker is replaced."""
 
 import asyncio
 import json

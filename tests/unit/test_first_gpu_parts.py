@@ -1,4 +1,4 @@
-"""The parts that a new GPU machine runs first (tests/gpu/first) start on the CPU, and say that they need a GPU."""
+"""The first parts for a new GPU machine (tests/gpu/first) start on the CPU, and demand a GPU."""
 
 import json
 import os

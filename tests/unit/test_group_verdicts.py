@@ -1,4 +1,4 @@
-"""Responses to one prompt that are scored together wait for each other, and for none that does not come."""
+"""Responses to one prompt scored together wait for each other, but not for one that never comes."""
 
 import asyncio
 

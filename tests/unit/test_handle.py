@@ -1,4 +1,4 @@
-"""The trainer's handle: the same answers across the process border, every failure reported, no child left behind."""
+"""The trainer's handle: same answers across processes, failures reported, no child left behind."""
 
 import logging
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Promises of a loss of the user's own: it is the built-in one where it computes that, and mistakes are sentences."""
+"""A loss of the user's own: the built-in one if it has its formula, and mistakes are sentences."""
 
 import numpy as np
 import pytest

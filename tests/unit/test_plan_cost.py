@@ -1,4 +1,5 @@
-"""What a run costs, before it starts: days, GPU-hours, jobs of a time limit, and how often a job may be requeued."""
+"""A run's cost before its start: days, GPU-hours, jobs of a time limit,
+and the number of requeues."""
 
 import json
 import math
@@ -79,7 +80,8 @@ def cost_in(text: str) -> list[float]:
 
 
 def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_that_waits(capsys, small):
-    """17 days or so, by hand from the plan's own step: 500 x 2964 s on 128 GPUs, in jobs of 22 hours each."""
+    """17 days or so, by hand from the plan's own step: 500 x 2964 s on 128 GPUs,
+    in jobs of 22 hours each."""
     path = recipe("dapo_32b")
     assert main(["plan", "--config", path, "--staleness", "0"]) == 0
     planned = capsys.readouterr().out
@@ -126,7 +128,7 @@ def test_a_plan_of_many_weight_versions_takes_no_longer(small, monkeypatch):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, small):
-    """Plan an attempt of the 32B recipe with files that are there; its plan.json, and what was printed."""
+    """Plan an attempt of the 32B recipe with existing files; its plan.json, and its output."""
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text(ROW)
     model = tmp_path / "qwen"

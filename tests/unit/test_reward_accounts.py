@@ -1,4 +1,4 @@
-"""Whatever gives the rewards: it has a deadline, its errors are counted by source, and so is the wait for it."""
+"""All sources of rewards: a deadline each, errors counted by source, and so is the wait for it."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""The experts that the servers chose: asked for, read, joined over turns, kept in states and files, and dropped."""
+"""The servers' chosen experts: asked for, read, joined over turns,
+kept in states and files, dropped."""
 
 import asyncio
 import base64
@@ -115,7 +116,7 @@ def test_turns_are_joined_and_each_request_asks_for_what_is_not_known_yet(tokeni
 
 
 def test_a_response_that_goes_on_after_a_stop_gets_the_experts_of_all_of_it():
-    """Its request reads what there was again: nothing is kept but tokens."""
+    """Its request reads the earlier part again: only tokens are kept."""
     asked = []
 
     async def generate(tokens, params, budget):
@@ -212,7 +213,7 @@ def test_servers_are_told_to_return_experts_where_the_trainer_replays_them_and_t
 
 
 def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
-    """What a sampler that wants experts takes of a server's answer."""
+    """A server's answer as taken by a sampler with need of experts."""
 
     class Client:
         url = "http://one:1"
@@ -232,6 +233,7 @@ def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
 
 def test_a_server_without_the_option_is_named_with_the_cure():
     assert sampled(np.zeros(4, np.uint8)).routed_experts.tolist() == [0] * 4
-    assert sampled((), reason="abort").finish_reason == "abort"  # of what a stop ended nothing is kept but tokens
+    # of a stopped one only tokens are kept
+    assert sampled((), reason="abort").finish_reason == "abort"
     with pytest.raises(UserError, match="Server http://one:1 .* --enable-return-routed-experts, or set router_replay"):
         sampled(())

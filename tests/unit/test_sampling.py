@@ -1,4 +1,4 @@
-"""Groups made with scripted servers: what is asked of them, and what the samples say."""
+"""Groups made with scripted servers: the requests, and the contents of the samples."""
 
 import asyncio
 import json
@@ -127,7 +127,7 @@ MULTI_TURN = [
 
 
 class NextWord(FakeServer):
-    """Answers "right", or "wrong" where the text so far is of prompt p3."""
+    """Answers "right", or "wrong" if the text so far is of prompt p3."""
 
     def _answer(self, fields, aborted):
         self.script.default = ("wrong",) if fields["input_ids"][0] == WORDS.index("p3") else ("right",)
@@ -135,7 +135,7 @@ class NextWord(FakeServer):
 
 
 def with_two_servers(folder, use, *overrides):
-    """What `await use(controller, servers)` returns."""
+    """The result of `await use(controller, servers)`."""
     (folder / "two_turns.py").write_text(ENVIRONMENT)
 
     async def scenario():
@@ -187,7 +187,7 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
     }  # fmt: skip
     assert {name: batch.metrics[name] for name in expected} == expected
 
-    for sent in requests:  # each trajectory stays where its beginning is known
+    for sent in requests:  # each trajectory stays at the server with its beginning
         first = sorted(tokens[0] for tokens in sent if len(tokens) == 1)
         second = sorted(tokens[0] for tokens in sent if len(tokens) == 4)
         assert first == second and len(first) >= 2

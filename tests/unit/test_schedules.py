@@ -1,9 +1,9 @@
-"""Queue and admission under random schedules: orders of answers, kills, groups without signal, stops and resumes.
+"""Queue and admission under random schedules: orders, kills, groups without signal, stops, resumes.
 
-The servers, the trainer and the filling are played; queue and admission are the program's. Promises, at every event:
-the account of draws is closed; each uid is handed out once, in the order of draws; no token is older than
-`max_staleness`; there is always something to do; and there are never more open draws than the steps that may train on
-them have places.
+The servers, the trainer and the filling are played; queue and admission are the program's.
+Promises, at every event: the account of draws is closed; each uid is handed out once, in the order
+of draws; no token is older than `max_staleness`; there is always something to do; and there are
+never more open draws than the steps that may train on them have places.
 """
 
 import random
@@ -35,7 +35,8 @@ def without_statistics(monkeypatch):
 
 @cache
 def has_signal(number: int, seed: int) -> bool:
-    """Of a draw by its number, as the same prompt gives it after a resume too; seed 0 of 3 has long dry spells."""
+    """Of a draw by its number, as the same prompt gives it after a resume too;
+    seed 0 of 3 has long dry spells."""
     rate = 0.15 if seed % 3 == 0 and (number // 8) % 3 == 0 else 0.6
     return random.Random(f"{seed}/{number}").random() < rate
 
@@ -94,7 +95,8 @@ class Schedule:
         self.num_responses = setup.randint(1, 2)
         self.queue = self.new_queue()
         self.has_changed = False
-        self.is_controller_lost = setup.random() < 0.2  # wherever the run is killed: then samples are not saved
+        # at every kill of the run: then samples are not saved
+        self.is_controller_lost = setup.random() < 0.2
         self.version = 0
         self.is_asked = True
         self.queue.begin(1, 0)
@@ -106,7 +108,7 @@ class Schedule:
 
         return GroupQueue(self.limits, reason)
 
-    # ------------------------------------------------------------------------------------------------ what is played
+    # --------------------------------------------------------------------------------- played parts
 
     def run(self) -> None:
         while self.queue.num_steps < self.total_steps:
@@ -166,7 +168,7 @@ class Schedule:
         self.queue.decide()
 
     def kill_a_server(self) -> None:
-        """What it had begun is begun again, with the weights of then."""
+        """Its open samples are begun again, with the weights of then."""
         for uid in [uid for uid in self.under_way if self.chooser.random() < 0.5]:
             del self.under_way[uid]
 
@@ -201,7 +203,8 @@ class Schedule:
         )
 
     def resume(self) -> None:
-        """The run is killed and goes on from its checkpoint; or it stops in the middle of a step, and goes on there."""
+        """The run is killed and goes on from its checkpoint; or it stops in the middle of a step,
+        and goes on there."""
         if self.is_asked and self.chooser.random() < 0.5:
             self.save()
         state, self.version, handed, batches = self.saved
@@ -221,7 +224,7 @@ class Schedule:
         self.limits = replace(self.limits, max_staleness=max_staleness)
         self.resume()
 
-    # ------------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------- promises
 
     def check(self) -> None:
         account = self.queue.account
@@ -233,7 +236,8 @@ class Schedule:
         assert account.num_open <= largest or self.has_changed, "a burst"  # a run that allowed more may leave more
 
     def expected_batches(self) -> list[list[int]]:
-        """With max_staleness above 0: the groups with signal in the order of draws, cut into steps."""
+        """With max_staleness above 0: the groups with signal in the order of draws,
+        cut into steps."""
         batches: list[list[int]] = []
         number = 0
         while len(batches) < self.total_steps:
@@ -259,7 +263,7 @@ def test_random_schedules_keep_every_promise(max_staleness):
 
 
 def test_a_resume_with_another_bound_keeps_the_new_one():
-    """What is too old for it is discarded or sampled again, and the account is closed."""
+    """Samples too old for it are discarded or taken again, and the account is closed."""
     num_discarded = 0
     for seed in range(600):
         before, after = seed % 5, seed // 5 % 5

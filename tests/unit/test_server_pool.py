@@ -1,4 +1,5 @@
-"""Servers that come and go under a controller at work: what is asked of whom, and that no sample is lost or doubled."""
+"""Servers that come and go under a working controller: requests by server,
+no sample lost or doubled."""
 
 import asyncio
 import logging
@@ -32,7 +33,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
-    """Runs `await scenario(controller, servers, listed)`; listed(servers) writes the watched file."""
+    """Runs `await scenario(controller, servers, listed)`;
+    listed(servers) writes the watched file."""
     file = folder / "servers.txt"
 
     def listed(servers):
@@ -206,7 +208,8 @@ def test_a_pause_under_requests_costs_none_of_them(folder):
 
 
 def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continue_when_the_step_begins(folder):
-    """The last call of a push did not reach it, or somebody else paused it: no other push is needed."""
+    """The last call of a push did not reach it, or somebody else paused it:
+    no other push is needed."""
 
     async def scenario(controller, servers, listed):
         servers[0].is_paused = True
@@ -217,7 +220,7 @@ def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continu
 
 
 def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(folder):
-    """It may be in a push that is under way."""
+    """It may be in a push under way."""
 
     async def scenario(controller, servers, listed):
         paused, other = servers

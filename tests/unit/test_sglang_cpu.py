@@ -1,4 +1,5 @@
-"""The CPU adaptation of SGLang: batched attention equals SGLang's own, processes fork safely, what moved is named."""
+"""SGLang's CPU adaptation: batched attention is SGLang's own, safe forks,
+moved names are reported."""
 
 import importlib.util
 import multiprocessing
@@ -38,7 +39,7 @@ def sinks_of(num_heads: int) -> torch.Tensor:
 
 
 def one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """The oracle: every request alone, in float64, as gpt-oss is written in transformers."""
+    """The oracle: each request by itself, in float64, as gpt-oss is written in transformers."""
     window = inputs.get("sliding_window_size")
     rows = []
     for i, length in enumerate(inputs["seq_lens"].tolist()):
@@ -73,7 +74,7 @@ def test_batched_decode_equals_single_requests(lengths, num_heads, num_kv_heads,
 
 
 def extended_one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """The oracle: every new token alone, as a decode of the tokens until it."""
+    """The oracle: each new token by itself, as a decode of the tokens until it."""
     rows = []
     lengths = zip(inputs["extend_prefix_lens"].tolist(), inputs["extend_seq_lens"].tolist(), strict=True)
     for i, (cached, new) in enumerate(lengths):
@@ -194,7 +195,7 @@ def test_a_stand_in_says_which_name_needs_a_gpu():
 
 
 def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
-    """Seen where it makes them: whatever it started before counts."""
+    """Seen at the place of their creation: earlier ones count."""
     asked = []
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: asked.append(method))
     plug_in = load_plug_in("forked_processes")

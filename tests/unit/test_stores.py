@@ -1,4 +1,4 @@
-"""Who can reach the stores in which ranks meet, and whose word counts there."""
+"""The stores in which ranks meet: their reach, and the words that count there."""
 
 import os
 import socket

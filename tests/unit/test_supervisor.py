@@ -49,7 +49,8 @@ def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[s
 
 
 def eventually(condition, timeout_s: float = 10.0) -> bool:
-    """Return whether the condition holds at some time: perhaps not any more when it is asked again."""
+    """Return whether the condition holds at some time:
+    perhaps not any more when it is asked again."""
     deadline = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -293,7 +294,8 @@ def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
 
 
 def test_servers_keep_a_shared_expert_under_its_own_name(tmp_path):
-    """SGLang on a GPU would make it one more of the others, under which name no push could be verified."""
+    """SGLang on a GPU would make it one more of the others,
+    under which name no push could be verified."""
     config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
     for content, is_told in (({"n_shared_experts": 1}, True), ({"num_experts": 8}, False)):
         (tmp_path / "config.json").write_text(json.dumps(content))

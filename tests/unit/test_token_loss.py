@@ -1,4 +1,4 @@
-"""Promises of the one-call loss: what it returns is what the loss is, one token at a time, in float64."""
+"""The one-call loss: its result is the loss, one token at a time, in float64."""
 
 import pytest
 import torch

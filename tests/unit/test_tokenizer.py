@@ -1,4 +1,5 @@
-"""The light tokenizer gives what transformers' AutoTokenizer gives, and tells what a model folder lacks."""
+"""The light tokenizer is transformers' AutoTokenizer,
+and names the missing parts of a model folder."""
 
 import subprocess
 import sys

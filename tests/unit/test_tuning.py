@@ -1,4 +1,4 @@
-"""The table of block sizes: production sizes have rows of their own, all others get what always works."""
+"""The table of block sizes: production sizes have rows of their own, all others a safe one."""
 
 import json
 

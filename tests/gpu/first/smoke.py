@@ -1,6 +1,7 @@
 """Checks of this card for our needs: versions, ceilings, and the kernels, small, against float64.
 
-A minute, most of it compiling. Every line that counts begins with >>."""
+A minute, most of it compiling. Every line that counts begins with >>.
+"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Promises of the loss kernel, in Triton's interpreter: it computes what the torch backend computes."""
+"""Promises of the loss kernel, in Triton's interpreter: it computes the torch backend's results."""
 
 import math
 import sys
@@ -78,7 +78,8 @@ def test_k3_of_small_differences_keeps_the_digits_of_float32(difference):
     result = in_triton(replace(case, log_probs=zero, tokens=tokens))
     rows = dict(zip(metric_names(case.config)[0], result.sums.tolist(), strict=True))
     k3 = math.expm1(float(x)) - float(x)
-    # below 1/2 a series: seven roundings at most; above a difference of numbers up to e: their roundings
+    # below 1/2 a series: seven roundings at most; above a difference of numbers up to e:
+    # their roundings
     bound = 7 * 2.0**-24 * k3 if abs(difference) < 0.5 else 3 * math.e * 2.0**-24
     assert abs(rows["actor/rollout_k3"][0] - k3) <= bound
     assert abs(rows["actor/kl_loss"][0] - k3) <= bound
