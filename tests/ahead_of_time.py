@@ -35,12 +35,13 @@ from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_g
 from tests.token_loss_oracle import BYPASS, EVERYTHING
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
+# bytes that one program can have
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 # model: hidden size, one rank's share of the vocabulary;
 # GPT-2's stands for vocabularies of an odd number
 SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008), "GPT-2": (768, 50257)}
 CHUNK = 4096
-# telling instructions, as machine code spells them
+# telltale instructions, as machine code spells them
 INSTRUCTIONS = {
     "wide_loads": r"LDG\.E\S*\.128",
     "wide_stores": r"STG\.E\S*\.128",
@@ -192,7 +193,8 @@ def compile_case(architecture: str, name: str) -> dict[str, Compiled]:
     return {kernel.metadata.name: _taken_apart(kernel, log.getvalue()) for kernel, log in kernels}
 
 
-_KNOWN: dict[str, Compiled] = {}  # Triton compiles a kernel once per process: two shapes may share one
+# Triton compiles a kernel once per process: two shapes may share one
+_KNOWN: dict[str, Compiled] = {}
 
 
 def _taken_apart(kernel, log: str) -> Compiled:

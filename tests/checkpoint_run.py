@@ -72,7 +72,8 @@ def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
         time.sleep(0.001)
         saver.start(root / f"step_{step:06d}", trainer_state(step), lambda: {"queue": ["group"] * 50})
         if step > start.step + 1:
-            os.write(output, f"saved {step - 1}\n".encode())  # a new one is begun when the last is in its place
+            # a new one is begun when the last is in its place
+            os.write(output, f"saved {step - 1}\n".encode())
         saver.poll()
     saver.finish()
     os.write(output, f"saved {num_steps}\n".encode())

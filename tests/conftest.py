@@ -38,7 +38,7 @@ TESTS = Path(__file__).resolve().parent
 # end-to-end files of half a minute at most; the others take up to two
 SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
 # by layer, the slowest files, slowest first: distributed ones from four minutes to one, unit ones
-# from half a minute to ten seconds, waiting ones between computing ones; the others take less
+# from half a minute to ten seconds. Waiting ones stand between computing ones; the others take less
 LONG = {
     "distributed": (
         "test_layouts.py",

@@ -26,7 +26,7 @@ def run_ranks(path: Path, nproc: int, *args: str, stuck_s: float = 120.0) -> str
     """Run a Python file in nproc processes; their standard output, rank after rank.
 
     Raises AssertionError with the end of every rank's output when one of them fails, or when none
-    of them has computed for `stuck_s` seconds: their time in all depends on the machine's other
+    of them has computed for `stuck_s` seconds. Their time in all depends on the machine's other
     work. No rank is left behind.
     """
     context = fork_server()

@@ -189,7 +189,7 @@ def oracle(case: Case) -> Answer:
 def bounds(case: Case) -> tuple[float, float, float]:
     """(absolute, of log-probs and entropy; relative to the norm, of d hidden; of d weight).
 
-    float32 accumulation: a logit of size x carries an error of some eps * (|x| + sqrt(H) spread);
+    float32 accumulation: a logit of size x carries an error of some eps * (|x| + sqrt(H) spread).
     bf16 gradients of hidden, and gradients of the logits before the products, are rounded to 8 bits
     once.
     """

@@ -19,7 +19,7 @@ EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 def free_port(number: int = 1) -> int:
     """The first of `number` TCP ports in a row that are free on the loopback interface right now.
 
-    They lie below the kernel's own range, for connections and requests of port 0: a port of that
+    They lie below the kernel's own range, for connections and requests of port 0. A port of that
     range can be taken again before its use. They are drawn anew in every process, and not from the
     seeds of a test.
     """
@@ -42,7 +42,8 @@ def be_rank_of_another_host(rank: int) -> None:
     """Make this process a local rank that NCCL takes on a shared device: with different host names,
     ranks talk over the loopback interface. On a machine with a GPU for each rank it takes its
     own."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}  # a child inherits its parent's
+    # a child inherits its parent's
+    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 

@@ -2,9 +2,9 @@
 
 `python -m tests.judged_answers` prints those with any verdict other than the judgement.
 
-The judgement is by mathematics: order counts in tuples, not in sets or lists; a unit behind the
-number is no mistake; 50% is 50 and 0.5; a decimal stands for a fraction from six right places on;
-words are equal in any case.
+The judgement is by mathematics. Order counts in tuples, not in sets or lists. A unit behind the
+number is no mistake. 50% is 50 and 0.5. A decimal stands for a fraction from six right places on.
+Words are equal in any case.
 """
 
 import csv

@@ -59,16 +59,17 @@ BOUNDS = {
 }
 
 
-TENSOR_CORE_STEP = 16  # products that a tensor core adds to its accumulator at once, in half precision
+# products that a tensor core adds to its accumulator at once, in half precision
+TENSOR_CORE_STEP = 16
 
 
 def truncation(hidden_LH: Tensor) -> float:
     """Return the relative error of a logit that a tensor core accumulates in float32.
 
     It truncates its accumulator after each step instead of rounding it (Fasi et al., "Numerical
-    behavior of NVIDIA tensor cores", PeerJ CS 2021): in the mean half of the last of 24 bits, of
-    partial sums of half the logit's size. All logits come out too small, so the errors of a row do
-    not cancel. 0 on the CPU and in float32, which round.
+    behavior of NVIDIA tensor cores", PeerJ CS 2021). The mean loss is half of the last of 24 bits,
+    of partial sums of half the logit's size. All logits come out too small, so the errors of a row
+    do not cancel. 0 on the CPU and in float32, which round.
     """
     if hidden_LH.device.type == "cpu" or hidden_LH.dtype == torch.float32:
         return 0.0
@@ -235,7 +236,7 @@ def _expected_gradients(case: HeadCase, answer, loss: LossConfig) -> tuple[Tenso
     all in float64.
 
     The gradient jumps at the bounds of a ratio's clip. Rounding may put a token near a bound on the
-    other side of it than float64's own log-probs: one such token among 10^4 is 1 % of the norm.
+    other side of it than float64's own log-probs. One such token among 10^4 is 1 % of the norm.
     """
     exact = oracle(case)
     entropy = exact.entropy.float() if answer.entropy is None else answer.entropy
@@ -343,7 +344,7 @@ def check_memory(case: HeadCase) -> None:
 
 
 def check_over_ranks(case: HeadCase, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    """The vocabulary cut over the ranks of `group`, with all hidden rows or a slice each: float64's
+    """The vocabulary cut over the ranks of `group`, with all hidden rows or a slice each. Float64's
     answers, and the same log-probs to the bit on every rank. Collective; the same case on every
     rank."""
     rank, size = group.rank(), group.size()

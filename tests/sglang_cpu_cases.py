@@ -14,7 +14,8 @@ def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_di
     num_slots = sum(lengths) + 50
     slots = torch.randperm(num_slots, generator=generator)
     caches = torch.full((2, num_slots, num_kv_heads, head_dim), float("nan"))
-    req_to_token = slots[-50:].repeat(len(lengths) + 3, 1)  # rows of other requests, and past the ends: unused slots
+    # rows of other requests, and past the ends: unused slots
+    req_to_token = slots[-50:].repeat(len(lengths) + 3, 1)
     pool_indices = torch.randperm(len(lengths) + 3, generator=generator)[: len(lengths)]
     for row, length in zip(pool_indices.tolist(), lengths, strict=True):
         own, slots = slots[:length], slots[length:]

@@ -20,7 +20,8 @@ from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy
 
-FLOAT32 = 32 * 2.0**-23  # of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
+# of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
+FLOAT32 = 32 * 2.0**-23
 FLOAT64 = 1e-12
 
 
@@ -224,8 +225,9 @@ def check(result, case: Case, want: Expected, precision: float, floor: float = 0
 
 @contextlib.contextmanager
 def declaring(change: Callable[[LossSums], LossSums]) -> Iterator[None]:
-    """With metrics made by `change` from those that the policy loss declares."""
-    module = sys.modules["megatron_dapo.algorithms.dapo_loss"]  # the package exports the function of that name
+    """With the policy loss's metrics, as changed by `change`."""
+    # the package exports the function of that name
+    module = sys.modules["megatron_dapo.algorithms.dapo_loss"]
     original = module.policy_loss
     metric_names.cache_clear()
     with mock.patch.object(module, "policy_loss", lambda *args, **kwargs: change(original(*args, **kwargs))):

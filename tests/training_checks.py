@@ -133,8 +133,8 @@ def policy_and_mini_batches(layout: ParallelLayout, model_path: str | Path, over
 
 
 def check_fused_step(layout: ParallelLayout, model_path: str | Path, rel: float) -> None:
-    """A rollout step with the fused head and with the composed one: the same metrics, up to `rel`;
-    and at its first optimizer step every ratio is exactly 1."""
+    """A rollout step with the fused head and with the composed one: the same metrics, up to `rel`.
+    At its first optimizer step every ratio is exactly 1."""
     metrics = {}
     for kind in ("auto", "off"):
         overrides = [f"{ACTOR}.fused_kernels={kind}", MANY_MICRO_BATCHES]
@@ -216,8 +216,8 @@ def check_agreement(layout: ParallelLayout, model_path: str | Path, a: list[str]
 
 def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str]) -> None:
     """Gradients of a mini-batch of the same weights under two settings, each kind of tensor at
-    once: its experts, perhaps with few tokens of their own, together. A missing or doubled one is
-    off by its norm: half of that is allowed."""
+    once. The experts, perhaps with few tokens of their own, go together. A missing or doubled one
+    is off by its norm: half of that is allowed."""
     gradients = []
     for overrides in (a, b):
         policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
@@ -233,8 +233,8 @@ def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str]
 
 
 def check_steps(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str], rel: float) -> None:
-    """Two optimizer steps of the same weights under two settings: the same change of every tensor,
-    up to `rel` of its norm and one number rounded the other way."""
+    """Two optimizer steps of the same weights under two settings. Every tensor changes the same, up
+    to `rel` of its norm and one number rounded the other way."""
     changes = []
     for overrides in (a, b):
         policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)

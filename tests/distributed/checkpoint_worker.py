@@ -79,7 +79,8 @@ class Run:
         moments = {name: _moments(self.policy, self.layout, name) for name in names}
         whole = gathered(trained_source(self.policy.model, self.layout, torch.nn.Parameter.detach), self.layout)
         if self.policy.model.lora is None:
-            whole |= gathered(self.policy.weight_source(), self.layout)  # biases of routers, which are not trained, too
+            # biases of routers, which are not trained, too
+            whole |= gathered(self.policy.weight_source(), self.layout)
         for name, values in moments.items():
             source = trained_source(self.policy.model, self.layout, lambda p, values=values: values[p])
             whole |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}
@@ -125,7 +126,7 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
 
 def run_case(case: dict, layout: ParallelLayout) -> dict:
     """model, sizes, sharded, dtype, overrides: of the run. load: a checkpoint to start from. steps:
-    [first, end) before the save. save: where to. background: training goes on during the save.
+    [first, end) before the save. save: its folder. background: training goes on during the save.
     more: end of the steps after that. failing_rank: which rank's writes fail. weights_only: save
     without, load without the optimizer."""
     if "stock" in case:  # Megatron's own view, without this program

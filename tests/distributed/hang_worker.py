@@ -80,7 +80,8 @@ def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
             watchdog.begin_step(step)
             with watchdog.phase("distribute"):
                 dist.all_reduce(torch.ones(1))
-                time.sleep(2.5 * PUBLISH_INTERVAL_S * (step == 2))  # so that the others have heard of it
+                # so that the others have heard of it
+                time.sleep(2.5 * PUBLISH_INTERVAL_S * (step == 2))
             if step == 3 and trouble is sleep_before_update:
                 trouble(rank)
             with watchdog.phase("update"):

@@ -27,7 +27,8 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
         inputs = inputs_of(case, micro_batch)
         answer, hidden, plain, kl = one_pass(case, inputs, weight, group, sequence_parallel)
         if tied and case.rows:
-            (answer.loss_sum + weight[0].double().sum()).backward()  # the embedding's own use of the weight
+            # the embedding's own use of the weight
+            (answer.loss_sum + weight[0].double().sum()).backward()
         else:
             answer.loss_sum.backward()
         # as Megatron's hook does

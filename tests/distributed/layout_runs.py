@@ -87,8 +87,8 @@ def assert_same(got: dict, expected: dict) -> None:
     for what in ("gradients", "weights"):
         if what in got:
             assert got[what].keys() == expected[what].keys()
-            # advantages of a group sum to zero, so gradients are small differences of large terms:
-            # the rounding goes with the largest gradient of the model as well as with the
+            # advantages of a group sum to zero, so gradients are small differences of large terms.
+            # The rounding goes with the largest gradient of the model as well as with the
             # parameter's own
             largest = max(tensor.abs().max() for tensor in expected[what].values())
             for name, tensor in expected[what].items():

@@ -81,7 +81,8 @@ def main() -> None:
             megatron = MegatronConfig(pipeline_layers=layers)
             model = build_model(read_model_spec(path), layout, megatron, head_chunk_size=16)
             load_hf_weights(model, path, layout)
-            for packed in (True, False) if layout.cp == 1 else (True,):  # only a packed micro-batch can be cut
+            # only a packed micro-batch can be cut
+            for packed in (True, False) if layout.cp == 1 else (True,):
                 gathered: list = [None] * layout.world_size
                 own = log_probs(model, layout, samples, packed)
                 dist.all_gather_object(gathered, own, group=layout.cpu_group)

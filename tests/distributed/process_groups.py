@@ -22,7 +22,8 @@ def end_groups() -> None:
     Each group of a layout has three gloo threads, awake a hundred times a second. Ranks with the
     groups of several layouts would spend most of their time on that.
     """
-    from megatron.core.distributed import DistributedDataParallel  # importable once a layout was initialized
+    # importable once a layout was initialized
+    from megatron.core.distributed import DistributedDataParallel
 
     for group in list(distributed_c10d._world.pg_map):  # torch has no public list of its groups
         if group is not dist.group.WORLD:

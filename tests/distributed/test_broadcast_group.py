@@ -61,7 +61,8 @@ def test_a_group_that_broke_lets_go_of_its_members_while_its_error_is_kept(dead:
 
         living = pipes[3 - dead]
         answers = []
-        while "broken" not in answers:  # gloo may have sent to the living one before it met the dead one
+        # gloo may have sent to the living one before it met the dead one
+        while "broken" not in answers:
             assert len(answers) < 2
             living.send("receive")
             assert living.poll(WAIT_S), "it waits for a group that was given up"

@@ -67,7 +67,8 @@ SAME = {
     "moe_dp2_ep2": (2, {"ep": 2}, True),
     "lora_dp2_half": (2, {}, True),
 }
-SAVED_AT_ONCE = ("tp1", "dp2_half")  # there also from a checkpoint that was not written in the background
+# there also from a checkpoint that was not written in the background
+SAVED_AT_ONCE = ("tp1", "dp2_half")
 STEPS, END = 3, 6
 
 
@@ -242,8 +243,8 @@ def refusals(folder: Path) -> list[dict]:
 def assert_close(actual: dict[str, float], expected: dict[str, float]) -> None:
     assert actual.keys() == expected.keys() and len(actual) > 5
     for name, value in expected.items():
-        # a loss is a mean of terms of order 1 that cancel, others are differences of log-probs:
-        # even small sums keep a few float32 roundings of 6e-8
+        # a loss is a mean of terms of order 1 that cancel, others are differences of log-probs.
+        # Even small sums keep a few float32 roundings of 6e-8
         precision = dict(rel=1e-6) if name == "actor/lr" else dict(rel=1e-5, abs=2e-6)
         assert actual[name] == pytest.approx(value, **precision), name
 

@@ -117,9 +117,9 @@ def test_values_in_bfloat16_are_as_near_to_float64_as_those_of_transformers_in_b
 
 @pytest.mark.parametrize(("family", "layout"), HALF_CASES)
 def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(results, family, layout):
-    """Roundings of 2^-8 add up over the layers, and a token near the edge goes to another expert: a
-    few per cent of the whole gradient. A lost or doubled share of a rank or an expert would be half
-    of it."""
+    """Roundings of 2^-8 add up over the layers, and a token near the edge goes to another expert.
+    The effect is a few per cent of the whole gradient. A lost or doubled share of a rank or an
+    expert would be half of it."""
     run, exact = (results[family][case]["critic"] for case in (f"{layout}/half", "tp1/whole"))
     assert run["gradients"].keys() == exact["gradients"].keys()
     gradients, exact_gradients = (

@@ -52,7 +52,8 @@ def make_config(folder: Path, urls: list[str]) -> Config:
             f"{rollout}.n={N}",
             f"{rollout}.max_staleness={MAX_STALENESS}",
             f"{rollout}.server_urls=[{','.join(urls)}]",
-            "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
+            # a stand-in's log-probs are no model's
+            "algorithm.rollout_correction.max_mismatch=null",
             "algorithm.rollout_correction.rollout_is=token",
             "algorithm.dynamic_sampling.enable=true",
             "algorithm.dynamic_sampling.max_num_gen_batches=20",

@@ -1,9 +1,9 @@
 """Loss, metrics, gradients and updated weights do not depend on the cut of a rollout step.
 
 The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) for up to four
-processes, in small micro-batches, packed and as padded rectangles. On one process and on one layout
-of each kind, large micro-batches and every aggregation mode come on top. One start per world size
-runs all its layouts; every case is compared with the plain single-process run.
+processes. They go in small micro-batches, packed and as padded rectangles. On one process and on
+one layout of each kind, large micro-batches and every aggregation mode come on top. One start per
+world size runs all its layouts; every case is compared with the plain single-process run.
 """
 
 from collections.abc import Callable
@@ -55,12 +55,10 @@ LAYOUTS = {
 }
 # 1, 2 or 4 processes: the rest of the ranks are data parallelism
 WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in (*list(LAYOUTS)[1:6], "cp2") else 4 for name in LAYOUTS}
-# the head's gradient is in its buffer before backward begins; the reduction must wait for the hook
-# all the same
+# the head's gradient is in its buffer before backward; the reduction must wait for the hook
 OVERLAP = {"overlap": ["actor_rollout_ref.actor.megatron.overlap_grad_reduce=true"]}
 DISTRIBUTED_OPTIMIZER = ["actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
-# the second optimizer step's forward pass waits for the first one's scattered shards; pushed
-# weights are whole
+# the second step's forward waits for the first one's scattered shards; pushed weights are whole
 OVERLAP |= {
     "gather": [
         *OVERLAP["overlap"],
@@ -142,11 +140,10 @@ def mode(name: str) -> list[str]:
 
 
 def variants(layout: str) -> dict[str, list[str]]:
-    """On one process: every mode with every cut and every estimator. On one layout of each kind:
-    every mode and every estimator with the cuts of many micro-batches. On one of all kinds at once:
-    every estimator. Elsewhere: a mean of means, with weights from all ranks, and one case of every
-    risk of its own. There the mean over tokens in small micro-batches is that of the estimator's
-    case, with gradients, and of the sharded optimizer's."""
+    """On one process: every mode, cut and estimator. On one layout of each kind: every mode and
+    estimator with the cuts of many micro-batches. On one of all kinds at once: every estimator.
+    Elsewhere: a mean of means, with weights from all ranks, and one case of every own risk. There
+    the cases of the estimator (with gradients) and the sharded optimizer hold the token mean."""
     if layout == "tp1":
         extras = {"kl": KL, "own_reference": OWN_REFERENCE, "reinforce": REINFORCE, "replay": REPLAY}
         extras |= {**CORRECTIONS, **RECOMPUTE, **HEADS}
@@ -220,8 +217,7 @@ HALF_PRECISION = ["actor_rollout_ref.actor.megatron.dtype=bfloat16", *DISTRIBUTE
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> dict[str, dict]:
-    """As `results`, of a model with a tied head: on two stages the embedding and it are two copies
-    of one weight."""
+    """As `results`, of a tied model: on two stages its embedding and head are two copies."""
     folder = tmp_path_factory.mktemp("tied")
     model = make_tiny(folder / "model", "qwen2", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, tied=True)
     one = {"whole": [], **HEADS, "bfloat16": HALF_PRECISION}
@@ -288,8 +284,7 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, model, layouts)
 
 
-# families with layers of several kinds, all in one start;
-# the rest of the ranks are data parallelism
+# families with layers of several kinds, in one start; the other ranks are data parallelism
 FAMILIES = own_layers(is_mixture=False)
 FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
@@ -411,8 +406,7 @@ def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, 
 def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(
     results, tied, mixture, families, shared_mixture
 ):
-    """Of each rank; the optimizer's state over the ranks of a stage,
-    which need not share it evenly."""
+    """Of each rank; the optimizer's state over a stage's ranks, which need not share it evenly."""
     cases = [
         (name, case["states"])
         for by_layout in (results, tied, mixture, families, shared_mixture)
@@ -431,8 +425,7 @@ def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactl
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
 def test_advantages_after_the_models_are_those_of_one_process(results, case):
-    """The KL penalty in the reward, and whitening over all ranks: each sample's own advantages,
-    token by token."""
+    """KL in the reward, whitening over all ranks: each sample's advantages, token by token."""
     expected = results[f"tp1/{case.split('/')[1]}/whole"]["estimates"]
     got = results[case]["estimates"]
     assert got.keys() == expected.keys() and len(expected) == (32 if "kl" in case else 64)
@@ -443,8 +436,7 @@ def test_advantages_after_the_models_are_those_of_one_process(results, case):
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
 def test_what_is_kept_of_tokens_for_people_is_that_of_one_process(results, case):
-    """Each rank of the last stage knows the advantages and log-probs of its own samples, and sends
-    them to rank 0."""
+    """Each rank of the last stage knows its samples' advantages and log-probs, and tells rank 0."""
     expected = results[f"tp1/{case.split('/')[1]}/whole"]["dump"]
     got = results[case]["dump"]
     assert len(expected["lengths"]) == 3 * 4 and expected["advantages"].isfinite().sum() > 50
@@ -482,8 +474,7 @@ def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_the
 
 @pytest.mark.parametrize("case", ["tp1/own_reference/whole", "tp2/own_reference/small"])
 def test_a_frozen_reference_has_the_log_probs_of_the_actor_to_the_bit(results, case):
-    """With TP and without sequence parallelism the embedding's output goes into Megatron's first
-    product."""
+    """TP without sequence parallelism: Megatron's first product takes the embedding's output."""
     assert results[case]["first"]["actor/kl_loss"] == 0.0 < results[case]["metrics"]["actor/kl_loss"]
 
 

@@ -34,7 +34,9 @@ def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout
 def test_the_two_ways_are_really_two_and_the_policy_moves(curves, layout):
     """Otherwise the comparison above would compare a thing with itself, or a constant one."""
     (fused, composed), (not_fused, all_composed) = (curves[f"{layout}/{way}"]["calls"] for way in ("auto", "off"))
-    assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80  # two optimizer steps in each of 20
+    # two optimizer steps in each of 20
+    assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80
     on = curves[f"{layout}/auto"]["curve"]
-    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)  # so the second step's policy is not the first's
+    # so the second step's policy is not the first's
+    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)
     assert any(metrics["actor/ppo_kl"] > 1e-4 for metrics in on)

@@ -86,7 +86,8 @@ def results(tmp_path_factory) -> dict[str, dict]:
 def test_replayed_routing_equals_one_process(results, case):
     mode = case.split("/")[1]
     assert_same_as(results, case, f"tp1/{mode}/whole")
-    assert results[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
+    # the policy is the old policy, to the bit
+    assert results[case]["first"]["actor/ratio_max"] == 1.0
 
 
 def test_lots_are_other_experts_than_the_routers_choose_and_recorded_ones_are_the_same(results):

@@ -196,7 +196,8 @@ def test_launch_local_starts_the_ranks_of_a_run_that_fine_tunes(whole, inputs, t
     losses, expected = (
         [line["train/loss"] for line in metrics_of(path) if "train/loss" in line] for path in (run.path, whole)
     )
-    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)  # Adam divides by gradients as small as their rounding
+    # Adam divides by gradients as small as their rounding
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)
     assert len(losses) == NUM_STEPS
 
 

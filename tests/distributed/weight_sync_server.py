@@ -218,7 +218,7 @@ def serve(port: int, faults: dict[str, int | str], watcher: Connection | None = 
     end of a response.
 
     A request ends with its client's connection, as in SGLang:
-    nothing is written for a client that is gone.
+    nothing is written for a vanished client.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

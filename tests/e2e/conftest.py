@@ -16,7 +16,8 @@ from tests.forked_servers import forked_servers
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-os.environ["CXX"] = "/no/compiler"  # a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
+# a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
+os.environ["CXX"] = "/no/compiler"
 
 
 @dataclass(frozen=True)

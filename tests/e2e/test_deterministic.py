@@ -92,7 +92,7 @@ def wait_for_a_checkpoint(run: RunFolder, process: ForkedPopen) -> None:
 
 
 def content(run: RunFolder) -> tuple[list, list]:
-    """(groups with all tokens and log-probs, then the answers of each evaluation; metrics, step by
+    """(groups with all tokens and log-probs, then the answers of each validation; metrics, step by
     step). A group does not name its servers' ports."""
     contents: list = []
     for step in range(1, NUM_STEPS + 1):

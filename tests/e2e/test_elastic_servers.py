@@ -42,12 +42,14 @@ def make_config(folder: Path, max_staleness: int, num_steps: int, *overrides: st
             "data.max_prompt_length=8",
             "data.max_response_length=16",
             f"{rollout}.n=4",
-            f"{rollout}.server.startup_timeout_s=15.0",  # also how long the trainer waits when all are lost
+            # also how long the trainer waits when all are lost
+            f"{rollout}.server.startup_timeout_s=15.0",
             f"{rollout}.step_timeout_s=200.0",
             f"{rollout}.request_timeout_s=60.0",
             f"{rollout}.max_retries=8",
             f"{rollout}.max_staleness={max_staleness}",
-            "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
+            # a stand-in's log-probs are no model's
+            "algorithm.rollout_correction.max_mismatch=null",
             f"algorithm.rollout_correction.rollout_is={'token' if max_staleness else 'none'}",
             "algorithm.dynamic_sampling.enable=true",
             "algorithm.dynamic_sampling.max_num_gen_batches=20",
@@ -116,7 +118,8 @@ def test_every_uid_is_trained_exactly_n_times_and_every_token_is_of_the_expected
 def test_every_token_was_written_by_the_weights_of_its_version(config, run, num_steps):
     """A server with a version holds exactly its weights, however often it was started again."""
     by_version = fingerprints(config, num_steps)
-    if config.actor_rollout_ref.rollout.max_staleness:  # a version that wrote no token is soon followed by the next
+    # a version that wrote no token is soon followed by the next
+    if config.actor_rollout_ref.rollout.max_staleness:
         assert set(by_version) <= set(range(num_steps)) and len(by_version) > num_steps // 2
     else:
         assert sorted(by_version) == list(range(num_steps))

@@ -1,5 +1,5 @@
-"""The command eval with a real server: the figures of a run's own evaluation, and no answer twice
-after kill -9."""
+"""The command eval with a real server: a run's own validation figures,
+and no repeats after kill -9."""
 
 import asyncio
 import json

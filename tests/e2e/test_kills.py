@@ -33,7 +33,8 @@ def config(tmp_path) -> Config:
     """A checkpoint after every step, written while the next one is trained."""
     for step in range(1, NUM_STEPS + 1):
         batch_file(tmp_path / "batches", step).parent.mkdir(exist_ok=True)
-        batch_file(tmp_path / "batches", step).touch()  # stands for a dumped batch: the scripted rollout reads none
+        # stands for a dumped batch: the scripted rollout reads none
+        batch_file(tmp_path / "batches", step).touch()
     return load_and_validate(
         None,
         [

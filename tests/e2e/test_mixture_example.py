@@ -37,7 +37,8 @@ def test_the_trainer_takes_the_servers_experts_and_so_computes_its_log_probs(met
     """In float32 both choose alike, but near ties.
     The bounds are those of the dense demo (test_program.py)."""
     for line in steps(metrics):
-        assert 0.0 <= line["actor/router_mismatch"] < 0.1  # the second optimizer step meets moved weights
+        # the second optimizer step meets moved weights
+        assert 0.0 <= line["actor/router_mismatch"] < 0.1
         assert line["actor/expert_dropped"] == 0.0 and line["actor/expert_load_max"] > 1.0
     compared = [line for line in steps(metrics) if "actor/rollout_kl" in line]
     assert len(compared) >= NUM_STEPS / 2

@@ -89,7 +89,8 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
     arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), server.overrides(), {}, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
-        for version in (0, 150):  # the second: weights 15 % larger, so that other answers are likely
+        # the second: weights 15 % larger, so that other answers are likely
+        for version in (0, 150):
             if version:
                 answers = trainer.order(version)
                 assert [status for status, _ in answers] == ["ok", "ok"], answers

@@ -98,7 +98,8 @@ def test_masks_and_turn_counts_token_by_token(batches):
         parts = [
             (own, [token for token, _ in part]) for own, part in groupby(zip(tokens, mask, strict=True), lambda x: x[1])
         ]
-        assert [own for own, _ in parts] == [1, 0] * (len(parts) // 2) + [1]  # begins and ends with the model
+        # begins and ends with the model
+        assert [own for own, _ in parts] == [1, 0] * (len(parts) // 2) + [1]
         assert sample.num_turns == len(parts) // 2 + 1
         for position, (own, part) in enumerate(parts):
             if own:
@@ -156,7 +157,8 @@ def test_sample_responses_show_the_turns(run):
     for response in shown:
         assert [turn["by"] for turn in response["turns"]] == ["model", "environment", "model"]
         every_token = "".join(turn["text"] for turn in response["turns"])
-        assert re.sub("<(eos|unk|pad)>", "", every_token) == response["text"]  # special tokens are sampled now and then
+        # special tokens are sampled now and then
+        assert re.sub("<(eos|unk|pad)>", "", every_token) == response["text"]
 
 
 def test_the_resolved_config_says_how_it_was_played(run):

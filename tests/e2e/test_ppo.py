@@ -105,7 +105,7 @@ def test_two_pipeline_stages_learn_what_two_tensor_parallel_ranks_learn(tp2, pp2
     later training enlarges it.
 
     Two layouts add float32 numbers in other orders, so their first gradients differ by some 1e-6.
-    AdamW divides by the size of the gradient: a gradient of pure rounding moves a weight by a whole
+    AdamW divides by the size of the gradient. A gradient of pure rounding moves a weight by a whole
     learning rate, 1e-4 here, in either direction. After 12 steps a mean was seen to differ by 2e-4,
     and the worst token's log-prob by 1.3e-4.
     """

@@ -40,7 +40,8 @@ PP2 = {"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2, "trai
 def folder(tmp_path_factory) -> Path:
     """Model and prompts; the run folders of all runs."""
     folder = tmp_path_factory.mktemp("pipeline")
-    make_tiny(folder / "model", "llama", tied=True, hidden=48, heads=3, kv_heads=3)  # 3 heads forbid TP=2
+    # 3 heads forbid TP=2
+    make_tiny(folder / "model", "llama", tied=True, hidden=48, heads=3, kv_heads=3)
     rows = [{"data_source": "made up", "prompt": f"{i}+{i}=", "reward_model": {"ground_truth": "0"}} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -93,7 +94,8 @@ def test_a_replay_in_the_same_layout_gives_every_metric_and_the_model_bit_for_bi
 
 def test_a_replay_in_another_layout_gives_the_same_numbers_but_for_rounding(metrics, replays):
     for got, expected in zip(replays["one process"], metrics, strict=True):
-        growth = 1 if got["step"] == 1 else 10  # training makes the rounding larger: see test_ppo.py
+        # training makes the rounding larger: see test_ppo.py
+        growth = 1 if got["step"] == 1 else 10
         for name, value in compared(expected).items():
             assert compared(got)[name] == pytest.approx(value, rel=1e-4 * growth, abs=1e-5 * growth), name
 

@@ -55,8 +55,8 @@ def inputs(tmp_path_factory) -> Path:
 
 def config_of(inputs: Path, run: Path, *overrides: str) -> Config:
     """KL in the reward with an adaptive coefficient, a learning rate with warm-up and decay, two
-    optimizer steps per rollout step, experience replay: every state there is, and all of them
-    move."""
+    optimizer steps per rollout step, experience replay. Every kind of state is there, and all of
+    them move."""
     return load_and_validate(
         None,
         [
@@ -283,7 +283,8 @@ def test_a_model_without_its_optimizer_is_taken_only_if_accepted(whole, inputs, 
     assert train(config_of(inputs, run, *more, "trainer.accept_missing=[optimizer]")) == 0
     printed = capfd.readouterr().out
     assert f"Resumed after step {NUM_STEPS}" in printed and "not restored: optimizer and generators" in printed
-    assert metrics_of(run)[NUM_STEPS]["actor/lr"] == metrics_of(whole[0])[-1]["actor/lr"] == 0.0  # the decay's end
+    # the decay's end
+    assert metrics_of(run)[NUM_STEPS]["actor/lr"] == metrics_of(whole[0])[-1]["actor/lr"] == 0.0
     exported = load_file(RunFolder(run).model / file)
     assert all(is_rounded(tensor, trained[name]) for name, tensor in exported.items())
     assert not all(is_rounded(tensor, begun[name]) for name, tensor in exported.items())

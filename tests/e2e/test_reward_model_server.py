@@ -57,7 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
                 "reward.model.weight=2.0",
                 f"trainer.run_dir={folder}/run_{family}",
                 "actor_rollout_ref.rollout.server.startup_timeout_s=300.0",
-                "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]",  # of the rollout there is none
+                # the rollout has none
+                "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]",
             ]
             servers = RunServers.of(load_config(None, keys), folder / f"run_{family}")
             made[family] = Served(model, load_config(None, [*keys, *servers.overrides()]), servers)

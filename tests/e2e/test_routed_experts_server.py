@@ -28,8 +28,8 @@ CHUNK = 32  # tokens that the server reads at once
 PROMPTS = [[5 + (number * place) % 60 for place in range(1, 4 + 3 * number)] for number in range(1, 17)]
 LENGTH = 48
 # server's - trainer's log-prob, absolute, of a dense model of these sizes (make_tiny "qwen3"),
-# measured in the same way over 2331 tokens: mean and 99 % quantile of rounding in bfloat16. The
-# test allows twice that, for the draw of the tokens
+# measured in the same way over 2331 tokens. They are mean and 99 % quantile of rounding in
+# bfloat16. The test allows twice that, for the draw of the tokens
 DENSE_MEAN, DENSE_Q99 = 0.021, 0.082
 
 

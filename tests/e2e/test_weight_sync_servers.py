@@ -46,8 +46,8 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "origin
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
 ROUNDINGS = 4
 """A server's allowed distance from the exact log-prob, in the largest rounding of transformers'
-float32 on the same tokens. Of responses of some hundred tokens that is 4e-5 to 1.6e-4, and servers
-add in another order."""
+float32 on the same tokens. For responses of some hundred tokens: 4e-5 to 1.6e-4. Servers add in
+another order."""
 
 
 @pytest.fixture(scope="module")

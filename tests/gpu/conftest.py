@@ -10,7 +10,8 @@ import pytest
 
 from megatron_dapo.common.child_environment import set_rank_defaults
 
-set_rank_defaults(os.environ)  # before torch and Transformer Engine are imported, as in a rank: one cuDNN for both
+# before torch and Transformer Engine are imported, as in a rank: one cuDNN for both
+set_rank_defaults(os.environ)
 
 import torch  # noqa: E402
 

@@ -145,8 +145,8 @@ def triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
 
 
 def in_a_fork(function: Callable[[], bool]) -> bool:
-    """The result of `function` in a silent copy of this process; False if it ends in another way,
-    or not within a minute of processor time."""
+    """The result of `function` in a silent copy of this process; False if it ends otherwise, or not
+    within a minute of processor time."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):

@@ -27,7 +27,8 @@ PATIENCE_S = 900
 several times their duration beside other work on two cores."""
 
 SMALL_STEPS = (
-    "data.val_files=[]",  # 200 held-out prompts before and after each run would take longer than its steps
+    # 200 held-out prompts before and after each run would take longer than its steps
+    "data.val_files=[]",
     "data.train_batch_size=8",
     "data.gen_batch_size=8",
     "actor_rollout_ref.rollout.n=4",

@@ -170,7 +170,8 @@ def test_a_running_job_obeys_the_signal_and_reports_its_save_after_slurm_fell_si
     """state: Slurm's word for the job ("": no answer); at a signal it is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
     programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
-    programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"  # it asks Slurm again every two seconds, twice five times
+    # it asks Slurm again every two seconds, twice five times
+    programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_000040.json.gz").touch()
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]

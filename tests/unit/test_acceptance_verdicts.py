@@ -1,4 +1,4 @@
-"""The files of the ladder's programs: each verdict has its red cases."""
+"""Verdicts from the files of the ladder's programs: each has its red cases."""
 
 import json
 import math

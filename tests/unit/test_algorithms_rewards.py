@@ -269,7 +269,8 @@ def test_a_fixed_coefficient_stays():
 
 @pytest.mark.parametrize("current, factor", [(0.011, 1.05), (0.009, 0.95), (5.0, 1.1), (0.0, 0.9), (0.01, 1.0)])
 def test_an_adaptive_coefficient_follows_the_clipped_error(current, factor):
-    controller = KL_CONTROLLERS["adaptive"](0.02, 0.01, 100)  # 50 samples of horizon 100: half of the error
+    # 50 samples of horizon 100: half of the error
+    controller = KL_CONTROLLERS["adaptive"](0.02, 0.01, 100)
     controller.update(current, 50)
     assert controller.value == pytest.approx(0.02 * factor)
 

@@ -49,7 +49,8 @@ def test_a_sample_is_aligned_to_the_position_that_predicts():
     group = make_group("a", [1.0], prompt=(1, 2, 3), loss_mask=(1, 0, 1))
     (sample,) = assemble([group])
     assert sample.tokens.tolist() == [1, 2, 3, 10, 11, 12]
-    assert sample.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]  # token 3 predicts 10, token 11 predicts 12
+    # token 3 predicts 10, token 11 predicts 12
+    assert sample.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]
     np.testing.assert_allclose(sample.rollout_log_probs, [0, 0, -0.1, -0.2, -0.3, 0], rtol=1e-6)
     assert sample.weight_versions.tolist() == [0, 0, 4, 4, 3, 0]
     assert sample.length == 6 and sample.uid == "a"

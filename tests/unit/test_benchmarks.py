@@ -73,7 +73,8 @@ def test_peak_is_the_same_number_each_time():
     assert len({peak_bytes(work) for _ in range(3)}) == 1
 
 
-COLUMNS = 8192  # every term grows with them alike; at the documents' 32768 this would take four times as long
+# every term grows with them alike; at the documents' 32768 this would take four times as long
+COLUMNS = 8192
 
 
 def peak_of_training(name: str, num_tokens: int) -> int:

@@ -142,7 +142,8 @@ def test_a_run_would_accept_every_split_of_the_table(number):
 
 
 def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
-    """The halves of the measurement differ by less than the effect, a whole optimizer step."""
+    """The halves of the measurement differ by less than the shown precision,
+    a whole optimizer step."""
     for result in committed("async_recipe")["results"]:
         first, second = result["mean_age_of_halves"]
         assert abs(first - second) < 0.5, result

@@ -78,7 +78,8 @@ def test_a_command_that_fails_is_an_error():
 
 
 def test_a_process_is_named_by_its_own_command_line_and_by_its_parents():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:  # it has no children
+    # it has no children
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         tree = ProcessTree(psutil.Process(process.pid), lambda command, parent: "top" if parent is None else "below")
         assert set(tree.cpu_s()) == {"top"}
 

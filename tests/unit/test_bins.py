@@ -67,7 +67,8 @@ def plain_balanced(samples: list[TrainSample], num_bins: int, capacity: int, cos
         with_room = [bin_ for bin_ in result if sum(lengths_of(bin_)) + sample.length <= capacity]
         if not with_room:
             return None
-        min(with_room, key=lambda bin_: total_cost(bin_, cost)).append(sample)  # of equal ones the first
+        # of equal ones the first
+        min(with_room, key=lambda bin_: total_cost(bin_, cost)).append(sample)
     return result
 
 
@@ -202,7 +203,7 @@ def rows(samples: list[TrainSample]) -> None:
 
 
 def even_bins(samples: list[TrainSample]) -> None:
-    """Fill bins of 10 with 7 + 3 and 5 + 4 + 1: by squares 5 + 4 is set aside for every 3 and comes
+    """Fill bins of 10 with 7 + 3 and 5 + 4 + 1. By squares 5 + 4 is set aside for every 3 and comes
     back for the 1."""
     same_number = make_samples([(7, 5, 4, 3, 1)[i % 5] for i in range(len(samples))])
     assert balanced(same_number, 2 * math.ceil(len(samples) / 5), 10, CostModel(0.0, 1.0)) is not None

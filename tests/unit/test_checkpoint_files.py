@@ -87,7 +87,8 @@ def test_any_single_damage_is_named_with_its_file(pristine, tmp_path_factory, da
         flipped[position] ^= 1 << bit
         (folder / name).write_bytes(flipped)
     damage = verify(folder).damage
-    harmless = name == MANIFEST and _same_json(folder / name, content)  # a line end or blank more or less
+    # a line end or blank more or less
+    harmless = name == MANIFEST and _same_json(folder / name, content)
     assert harmless or (len(damage) == 1 and damage[0].startswith(name)), (kind, name, damage)
 
 

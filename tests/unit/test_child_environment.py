@@ -46,7 +46,7 @@ def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
 
 
 def test_a_reward_process_has_one_thread_and_reads_utf_8_despite_the_users_settings(tmp_path, monkeypatch):
-    """A thread of OpenBLAS takes tens of megabytes of a worker's address space."""
+    """A thread of OpenBLAS takes tens of megabytes of the address space allowed to a worker."""
     code = """
         import numpy, os, sys
         def score(data_source, response, ground_truth, extra_info):
@@ -123,8 +123,8 @@ def test_a_server_has_a_folder_for_temporary_files_that_sockets_can_lie_in(monke
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
 def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
     """If one of the three settings were left, each would bind itself to the first core at the
-    import of torch, and with it all its children. In torch the OpenMP library does so, as soon as
-    it is loaded."""
+    import of torch. So would all its children. In torch the OpenMP library does so, as soon as it
+    is loaded."""
     settings = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-7"}
     (openmp,) = Path(torch.__file__).parent.glob("lib/libgomp*")
     affinity = f"import ctypes, os; ctypes.CDLL({str(openmp)!r}); print(len(os.sched_getaffinity(0)), flush=True)"
@@ -167,14 +167,15 @@ RANK_DEFAULTS = {
     ],
 )
 def test_a_rank_gets_defaults_for_its_gpu_and_keeps_the_users_settings(user_set, expected, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])  # no package with a cuDNN, which a CUDA build of torch brings
+    # no package with a cuDNN, which a CUDA build of torch brings
+    monkeypatch.setattr(sys, "path", [])
     environment = dict(user_set)
     set_rank_defaults(environment)
     assert environment == user_set | expected
 
 
 def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
-    """For every starter: the command of every launcher sets them."""
+    """Under every launcher: its command for a rank sets them."""
     code = """
 import os, sys, types
 sys.modules["torch"] = None  # its import fails

@@ -1,4 +1,4 @@
-"""The reward `code_tests`: programs' inputs, comparisons, and that none of them does harm."""
+"""The reward `code_tests`: inputs and comparisons of programs, and that no program does harm."""
 
 import asyncio
 import json
@@ -195,7 +195,7 @@ def test_a_malicious_program_does_no_harm(name, way, monkeypatch):
 
 
 def test_the_harm_would_show_without_a_sandbox():
-    """The programs are no bluff: outside, one of them succeeds."""
+    """The programs are no bluff: outside the sandbox, one of them succeeds."""
     code = f"TEST = {__file__!r}\n" + MALICIOUS["a symlink"].replace("/tmp/x", f"/tmp/x{os.getpid()}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     os.unlink(f"/tmp/x{os.getpid()}")

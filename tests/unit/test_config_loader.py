@@ -1,4 +1,4 @@
-"""Loading a config: a written value is its meaning, and every mistake is named with its cure."""
+"""Loading a config: a value means exactly its text, and every mistake is named with its cure."""
 
 import pickle
 from pathlib import Path
@@ -61,7 +61,8 @@ def test_on_and_off_are_words_where_words_are_asked_for(word):
 def test_an_override_of_a_text_key_is_taken_as_it_stands(name):
     config = load_config(None, [f"data.prompt_key={name}", f"trainer.run_dir={name}"])
     assert config.data.prompt_key == name
-    assert config.trainer.run_dir == (None if name in ("null", "") else name)  # this key takes null too
+    # this key takes null too
+    assert config.trainer.run_dir == (None if name in ("null", "") else name)
 
 
 def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path):

@@ -136,7 +136,7 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path, monkeypatch, p
     assert command in fault if command else "hf download" not in fault
 
 
-INTO_INPUTS = {  # the run folder, with its forbidden places
+INTO_INPUTS = {  # the run folder, and the inputs it must not touch
     "the model's own folder": ("model", {}, "the folder of actor_rollout_ref.model.path"),
     "a folder in a model's": ("model/runs/1", {}, "in the folder of actor_rollout_ref.model.path"),
     "a link to it": ("link", {}, "the folder of actor_rollout_ref.model.path"),

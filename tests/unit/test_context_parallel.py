@@ -167,7 +167,8 @@ def test_megatron_gets_the_size_and_without_transformer_engine_a_gpu_refuses(lay
     assert replace(layout, tp=2, sp=True).sequence_multiple == 8
     spec = model_spec(MODEL_JSON)
     config = build_model(spec, layout, MegatronConfig()).config
-    assert config.context_parallel_size == 2 and config.cp_comm_type is None  # Megatron's default: p2p
+    # Megatron's default: p2p
+    assert config.context_parallel_size == 2 and config.cp_comm_type is None
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     with pytest.raises(UserError) as error:
         build_model(spec, layout, MegatronConfig())

@@ -139,7 +139,8 @@ def test_evaluation_is_greedy_and_counts_every_answer(folder):
         assert metrics["val/accuracy"] == pytest.approx(2 / 3)
         assert metrics["val/num_prompts"] == 3 and metrics["val/response_length_mean"] == 2
         assert {request["sampling_params"]["temperature"] for request in servers[0].requests} == {0.0}
-        assert prompt_numbers(await controller.next_batch(1, 1)) == [0, 1, 2, 3]  # the training prompts are untouched
+        # the training prompts are untouched
+        assert prompt_numbers(await controller.next_batch(1, 1)) == [0, 1, 2, 3]
 
     script = Script({0: WRONG, 1: RIGHT, 2: RIGHT}, default=MIXED)
     overrides = [f"data.val_files=[{folder}/val.jsonl]", "algorithm.dynamic_sampling.enable=false"]

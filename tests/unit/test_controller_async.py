@@ -149,7 +149,7 @@ def test_close_ends_what_is_under_way_between_two_steps_the_workers_and_the_conn
         servers[0].hold.set()
         await until(lambda: servers[0].num_open == 0)
         await until(lambda: asyncio.all_tasks() <= tasks_before)
-        await controller.close()  # the end of a failed start closes it again
+        await controller.close()  # the cleanup of a failed start closes again
 
     async def main():
         server = await FakeServer(Script(), version=0).start()

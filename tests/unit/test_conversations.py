@@ -1,4 +1,4 @@
-"""Files of conversations: allowed rows, their use, and the report on misfits."""
+"""Files of conversations: allowed rows, their use, and messages about misfits."""
 
 import json
 
@@ -140,7 +140,8 @@ def test_every_conversation_is_drawn_once_per_epoch_and_a_saved_order_goes_on(tm
     again.load_state_dict(state)
     samples = again.next(4)
     assert [sample.uid for sample in samples] == batches[3]
-    assert [sample.sample_id for sample in samples] == [0, 1, 2, 3]  # results find their way by them
+    # results find their way by them
+    assert [sample.sample_id for sample in samples] == [0, 1, 2, 3]
 
     others = write_rows(tmp_path / "others.jsonl", conversations(7, seed=1))
     with pytest.raises(UserError, match="content of the prompts"):

@@ -322,7 +322,8 @@ def test_training_does_not_start_from_a_damaged_one(converted, tmp_path):
     file = max((damaged / "megatron").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"is damaged: megatron/{file.name} has .* bytes instead of"):
-        load_weights(None, damaged, SimpleNamespace(agreement=SingleRank()))  # before a model is looked at
+        # before a model is looked at
+        load_weights(None, damaged, SimpleNamespace(agreement=SingleRank()))
 
 
 def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
@@ -395,7 +396,7 @@ def test_verify_tells_equal_from_different(source, converted, model, capsys):
 
 def test_verify_leaves_nothing_beside_the_checkpoint(source, converted, tmp_path, capsys, monkeypatch):
     checkpoint = shutil.copytree(converted, tmp_path / "checkpoint")
-    (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of a killed one
+    (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of a killed process
     arguments = ["--checkpoint", str(checkpoint), "--hf-model", str(source), "--round-trip"]
     assert verify_checkpoint.main([*arguments, "--num-tokens", "0"]) == 0
     assert outputs(tmp_path) == ["checkpoint"]

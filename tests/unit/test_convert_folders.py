@@ -1,4 +1,4 @@
-"""A folder that is no checkpoint of the kind asked for: the sentence names the right one."""
+"""A folder without a checkpoint of the kind asked for: the sentence names the right one."""
 
 import json
 import shutil

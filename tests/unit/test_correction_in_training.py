@@ -147,7 +147,7 @@ def test_a_foreign_server_is_seen_in_tokens_of_older_weights(layout, model_path,
         [replace(batch, rollout_log_probs=batch.rollout_log_probs - 8.0) for batch in mini_batch]
         for mini_batch in mini_batches
     ]
-    of_first = foreign[:1] if name == "bypass" else foreign  # checks before any change
+    of_first = foreign[:1] if name == "bypass" else foreign  # the part checked before any change
     shares = policy.mismatch_by_sample(of_first, weight_version=1)
     expected = sum(total for total, _ in shares.values()) / sum(number for _, number in shares.values())
     assert expected > 7.0 and len(shares) == (16 if name == "bypass" else 32)
@@ -162,7 +162,8 @@ def test_a_foreign_server_is_seen_in_tokens_of_older_weights(layout, model_path,
 
 def test_the_log_warns_of_distant_servers(layout, model_path, caplog):
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, [])
-    metrics = policy.update(mini_batches, weight_version=6)  # all tokens of version 0: nothing is compared
+    # all tokens of version 0: nothing is compared
+    metrics = policy.update(mini_batches, weight_version=6)
     assert "actor/rollout_ess" not in metrics and not caplog.messages
     share = policy.update(mini_batches, weight_version=0)["actor/rollout_ess"]
     assert share < 0.5 and caplog.messages[0].startswith("Step 1: ") and f"{share:.0%}" in caplog.messages[0]

@@ -79,7 +79,8 @@ def test_values_learn_the_returns_and_the_metrics_say_so(layout, any_model_path,
     critic, shard = scored(layout, any_model_path, "critic.cliprange_value=null", dtype)
     first, *_, last = [critic.update(shard) for _ in range(30)]
     assert last["critic/vf_loss"] < 0.3 * first["critic/vf_loss"] and first["critic/lr"] == 1e-2
-    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)  # of values that are all 0
+    # of values that are all 0
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
     again = critic.score(shard)
     assert critic.update(again)["critic/explained_variance"] > 0.5
 
@@ -91,7 +92,8 @@ def test_a_value_that_left_its_range_has_no_gradient(layout, model_path):
     (mini_batch,) = critic.with_targets(shard)
     far = [replace(b, values=b.values - 1.0, returns=torch.full_like(b.returns, -3.0)) for b in mini_batch]
     first = critic.metrics_of(critic.accumulate_gradients(far))
-    assert first["critic/vf_clipfrac"] == 0.0 and first["critic/vf_loss"] == pytest.approx(9.0)  # V = 0, and R below
+    # V = 0, and R below
+    assert first["critic/vf_clipfrac"] == 0.0 and first["critic/vf_loss"] == pytest.approx(9.0)
     above = [replace(b, values=b.values - 1.0, returns=b.returns * 0 + 3.0) for b in mini_batch]
     second = critic.metrics_of(critic.accumulate_gradients(above))
     assert second["critic/vf_clipfrac"] == 1.0 and second["critic/vf_loss"] == pytest.approx(3.8**2)

@@ -37,7 +37,7 @@ def layout():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
     """Student and teacher. The teacher is the larger one, and its next token depends on the last
-    one only: a small student can learn that in a few steps."""
+    one only. A small student can learn that in a few steps."""
     folder = tmp_path_factory.mktemp("models")
     student = make_tiny(folder / "student", "qwen2", layers=2, hidden=32, heads=4, vocab=VOCABULARY)
     teacher = make_tiny(folder / "teacher", "qwen3", layers=2, hidden=48, heads=4, vocab=VOCABULARY, seed=1)
@@ -119,7 +119,8 @@ def reverse_kl(student, teacher, asked: Tensor, responses: list[list[list[int]]]
 
 def read(folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    model.get_input_embeddings().padding_idx = None  # which would keep the gradient of one token from its row
+    # it would keep the gradient of one token from its row
+    model.get_input_embeddings().padding_idx = None
     return model
 
 

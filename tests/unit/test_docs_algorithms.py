@@ -1,5 +1,5 @@
 """docs/algorithms.md has every option with its default;
-the code and tests named in tests/seeds exist."""
+tests/seeds/README.md names existing code and tests."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_the_defaults_of_the_options_are_those_of_the_schema():
 
 
 def test_every_option_of_the_algorithm_is_on_the_page():
-    """Actor's and critic's keys of the algorithm; model, layout and speed are in config.md."""
+    """Of actor and critic only the keys of learning; model, layout and speed are in config.md."""
     elsewhere = r".*\.(model|optim|megatron)\..*|.*\.(max_tokens_per_microbatch|log_prob_chunk_size|fused_kernels)"
     sections = ("algorithm.", "exp_manager.", "critic.", "actor_rollout_ref.actor.")
     keys = [key for key in known_keys() if key.startswith(sections) and not re.fullmatch(elsewhere, key)]

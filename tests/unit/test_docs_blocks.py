@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 SECTIONS = "|".join(Config.model_fields)
-FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")  # the user's own names follow
+# the user's own names follow
+FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")
 
 
 def text_of(page: str) -> str:

@@ -102,7 +102,8 @@ def test_every_file_that_is_named_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_test_on_a_page_exists(page):
-    known = {path.stem for path in (ROOT / "tests").rglob("test_*.py")} | {"test_freq"}  # a config key
+    # test_freq is a config key
+    known = {path.stem for path in (ROOT / "tests").rglob("test_*.py")} | {"test_freq"}
     for path in (ROOT / "tests").rglob("test_*.py"):
         known |= definitions(path)
     assert not set(re.findall(r"\btest_\w+", text_of(page))) - known

@@ -87,7 +87,7 @@ def test_kept_filtered_and_surplus_are_counted_exactly():
 
 
 def test_a_step_is_trained_on_what_its_own_weights_wrote():
-    """A step's surplus is not trained on by the next, at its other weights."""
+    """The next step has other weights: it does not train on this one's surplus."""
     queue = make_queue(train=2, gen=3)
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, MIXED, MIXED])

@@ -63,7 +63,8 @@ def test_a_run_without_a_checkpoint_is_put_aside_by_name_before_the_folders_next
     assert batch_steps(earlier.batches) == [1, 2, 3] and earlier.rollout(3).exists() and not folder.rollout(1).exists()
     assert (earlier.model / "config.json").exists() and not folder.model.exists()
     assert earlier.config.read_text() == "first" and list(earlier.tensorboard.iterdir())
-    assert (folder.logs / "controller.log").read_text() == "still open"  # those of this run are already there
+    # those of this run are already there
+    assert (folder.logs / "controller.log").read_text() == "still open"
 
     assert set_aside(folder) == folder.path / "earlier_2"
     assert set_aside(folder) is None

@@ -185,7 +185,8 @@ def test_the_controller_sees_the_mean_of_the_samples_means_and_moves_for_the_nex
     said = said_by_the_models(samples)
     columns = [(said[s.sample_id], s.loss_mask != 0) for s in samples]
     kl = [k3(row["old_log_probs"].astype(float), row["ref_log_probs"].astype(float))[mask] for row, mask in columns]
-    mean_of_means = np.mean([row.mean() for row in kl if len(row)])  # one sample has no token that counts
+    # one sample has no token that counts
+    mean_of_means = np.mean([row.mean() for row in kl if len(row)])
     controller = KL_CONTROLLERS["adaptive"](BETA, 0.01, 1000)
     _, metrics = estimate_advantages(shard_of(samples, rewards, *CUTS["small"]), controller, config, layout)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(mean_of_means, rel=1e-6)

@@ -171,7 +171,7 @@ def test_another_checkpoint_is_converted_again(tmp_path, monkeypatch):
 
     def convert(words, check):
         output = Path(words[-1])
-        output.mkdir(parents=True)  # so the earlier ones were gone
+        output.mkdir(parents=True)  # so the old folder is gone
         (output / "config.json").write_text("{}")
         converted.append(Path(words[-3]).name)
         return subprocess.CompletedProcess(words, 0)
@@ -197,7 +197,7 @@ def test_answers_are_not_put_into_the_folder_of_a_run(folder, name, capsys):
 
 
 def test_verdicts_of_answers_before_a_kill_count_too(folder, capsys):
-    """The answers of a kill in the middle, and of a kill before the check of the last one."""
+    """As after a kill in the middle, and after one before the check of the last answer."""
     for num_kept in (11, 12):
         with server_in_thread() as server:
             assert main(command(folder, server)) == 0

@@ -173,7 +173,7 @@ def what_megatron_is_told(monkeypatch, layout, path: str, lora: LoraSettings | N
         lambda **options: get_gpt_layer_local_spec(qk_layernorm=options["qk_layernorm"], normalization="RMSNorm"),
     )
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
-    with pytest.raises(AttributeError, match="decoder"):  # for the model, not built here
+    with pytest.raises(AttributeError, match="decoder"):  # no model is built here
         build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"), lora=lora)
     (((config, block), options),) = asked
     return config, block.layer_specs[0], options, chunk
@@ -339,10 +339,12 @@ def test_beside_transformer_engine_a_latent_attention_is_ours_between_its_produc
     assert apart and attention.module is LatentSelfAttention
     assert attention.submodules.core_attention.module is PackedAttention
     assert config.softmax_scale == pytest.approx((0.1 * math.log(4.0) + 1) ** 2 / 24**0.5, rel=1e-12)
-    assert config.kv_channels == 12 and options["position_embedding_type"] == "none"  # the attention rotates
+    # the attention rotates
+    assert config.kv_channels == 12 and options["position_embedding_type"] == "none"
 
 
-@pytest.mark.parametrize("flat_share", [0.0, 0.9, 1.0])  # of the cut's place: which tensors share a flat bucket
+# of the cut's place: which tensors share a flat bucket
+@pytest.mark.parametrize("flat_share", [0.0, 0.9, 1.0])
 def test_no_bucket_ends_between_the_first_products_of_a_latent_attention(models, layout, flat_share):
     """At the sizes at which it would, if they were tensors like others."""
     specs = WeightSource(models["deepseek_v3"], layout).specs()

@@ -1,4 +1,5 @@
-"""The first parts for a new GPU machine (tests/gpu/first) start on the CPU, and demand a GPU."""
+"""The first parts for a new GPU machine (tests/gpu/first) start on the CPU,
+and name the missing GPU."""
 
 import json
 import os

@@ -57,7 +57,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def refusal(arguments: list[str], capsys) -> str:
-    """The words of a dry run and of the launcher, the same; nothing if the run would start."""
+    """The common words of a dry run and of the launcher; nothing if the run would start."""
     codes_and_words = []
     for run, started in (
         (lambda: main(["train", "--dry-run", *arguments]), 0),

@@ -112,7 +112,8 @@ def test_what_is_said_to_fit_passes_all_checks(model):
 )
 def test_a_server_beyond_a_node_is_refused_before_a_job_is_asked_for(overrides, words, capsys):
     arguments = ["--config", recipe("dapo_32b"), *(f"{SERVER}.{text}" for text in overrides)]
-    arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")  # 64 heads, which 16 divides
+    # 64 heads, which 16 divides
+    arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")
     code, printed = plan(capsys, *arguments)
     assert code == 2 and words in printed
     assert slurm_main(["plan", *arguments]) == 2

@@ -31,7 +31,8 @@ FLOORS = (
 BESIDE = ("commands", "__main__", "launch")  # the core, all other parts, never imports them
 MAX_FILES, MAX_LINES = 25, 3700  # of a room: a folder without its subfolders
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")  # they may use the program, not the reverse
+# they may use the program, not the reverse
+OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")
 
 
 def part_of(module: str) -> str | None:
@@ -147,7 +148,8 @@ def test_a_package_holds_a_docstring_and_nothing_else():
         ("megatron_dapo.trainer", "from tests.helpers import run_torchrun"),
         ("megatron_dapo.trainer", "from megatron_dapo.config.loader import _parse"),
         ("megatron_dapo.trainer", "from megatron_dapo.nowhere import thing"),
-        ("megatron_dapo", "from megatron_dapo.config import Config"),  # else every import of a part imports config
+        # else every import of a part imports config
+        ("megatron_dapo", "from megatron_dapo.config import Config"),
     ],
 )
 def test_an_import_that_points_elsewhere_is_found(module, source):

@@ -149,8 +149,7 @@ def test_of_many_servers_the_worst_are_named():
 
 
 def test_a_critic_does_not_learn_before_the_batch_was_checked():
-    """It learns before the policy: the verdict
-    of the policy's one forward pass would come too late."""
+    """It learns before the policy: the policy's one forward pass would tell too late."""
     one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     assert not needs_old_log_probs(load_config(None, one_step))
     assert needs_old_log_probs(load_config(None, [*one_step, *PPO]))

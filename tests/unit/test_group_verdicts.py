@@ -1,4 +1,4 @@
-"""Responses to one prompt scored together wait for each other, but not for one that never comes."""
+"""Responses to one prompt scored together wait for each other, but never for a missing one."""
 
 import asyncio
 

@@ -358,7 +358,7 @@ GLM4 = {
 
 
 def test_glm_4_9b_is_read_whole():
-    """9.4 billion parameters. Absent fields have transformers' defaults, those of its own class."""
+    """9.4 billion parameters. Absent fields have transformers' defaults: this model's own."""
     spec = model_spec(GLM4)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rotary_dim) == (32, 2, 128, 64)
     assert spec.qkv_bias and spec.output_norms and spec.rotary_interleaved and not spec.qk_norm

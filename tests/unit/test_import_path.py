@@ -1,5 +1,4 @@
-"""The value package.module:attribute of a key is looked up in source files,
-and nothing of them runs."""
+"""A key's package.module:attribute is looked up in the source files, and nothing of them runs."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""A judge behind an OpenAI-compatible endpoint: questions, readings, and the cost of a failure."""
+"""A judge behind an OpenAI-compatible endpoint: its questions, the reading of answers,
+the cost of a failure."""
 
 import asyncio
 import gzip

@@ -139,10 +139,10 @@ def test_a_controller_that_drops_late_groups_would_train_on_shorter_ones(folder,
 
 
 def test_the_simulation_takes_the_time_that_is_computed_by_hand():
-    """One group of two responses at a time, of 10 and 30 tokens of 0.1 s: 3 s of rollout, 2 s of
-    training, 1 s of push.
+    """One group of two responses at a time, of 10 and 30 tokens of 0.1 s. They take 3 s of rollout,
+    2 s of training, 1 s of push.
 
-    With K = 1 the next group is written while the trainer trains: only 1 s of its 3 is left, since
+    With K = 1 the next group is written while the trainer trains. Only 1 s of its 3 is left, since
     none is written in the push.
     """
 

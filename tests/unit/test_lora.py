@@ -1,4 +1,5 @@
-"""LoRA in one process: loss, gradients, merged weights of W + alpha / rank x B A in float64."""
+"""LoRA in one process: loss, gradients and merged weights equal W + alpha / rank x B A in
+float64."""
 
 import shutil
 from copy import deepcopy
@@ -193,7 +194,8 @@ def test_transformer_engines_norms_stand_apart_beside_adapters(num_experts, monk
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
 
-    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)  # absent as the package is
+    # absent as the package is
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.20"))
     layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=True)
     norms_apart(layer, is_dense=num_experts is None)

@@ -1,4 +1,5 @@
-"""A loss of the user's own: the built-in one if it has its formula, and mistakes are sentences."""
+"""A loss of the user's own with the built-in formula is the built-in one;
+mistakes are sentences."""
 
 import numpy as np
 import pytest

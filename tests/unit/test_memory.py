@@ -152,7 +152,8 @@ def test_the_recipes_fit_80_gb(name):
 def test_a_server_of_the_32b_recipe_holds_its_weights_and_many_samples():
     config, spec = recipe("dapo_32b.yaml")
     server = server_memory(config, spec)
-    assert server.weights == 65_527_752_704 // 4 and server.kv_per_token == 2 * 64 * 2 * 128 * 2  # 8 KV heads on 4 GPUs
+    # 8 KV heads on 4 GPUs
+    assert server.weights == 65_527_752_704 // 4 and server.kv_per_token == 2 * 64 * 2 * 128 * 2
     assert server.kv_cache + server.weights == pytest.approx(0.82 * 80 * GB) and server.num_tokens > 30 * 22528
 
 
@@ -226,7 +227,7 @@ def test_moments_in_half_precision_are_two_bytes_each():
 
 def test_context_parallel_ranks_share_activations_and_optimizer_state():
     """A rank has half of a micro-batch's tokens, and all weights; the state is shared by the same
-    number of ranks."""
+    number of ranks as without."""
     key = f"{MEGATRON}.context_parallel_size=2"
     (one, spec), (two, _) = recipe("dapo_7b.yaml"), recipe("dapo_7b.yaml", key)
     whole, cut = trainer_memory(one, spec), trainer_memory(two, spec)
@@ -300,7 +301,8 @@ def test_dense_layers_and_shared_experts_are_counted_where_they_are():
     bias = model_states(load_config(None, [f"{MEGATRON}.dtype=float32"]), spec, 0).weights - 4 * sum(
         num_parameters(spec, ONE_RANK, stage=0)
     )
-    assert bias == 10 * 8 * 4  # float32 numbers of ten routers, which have neither gradient nor optimizer state
+    # float32 numbers of ten routers, which have neither gradient nor optimizer state
+    assert bias == 10 * 8 * 4
 
 
 DEEPSEEK_V3 = MODEL_SHAPES["deepseek-v3"]
@@ -308,8 +310,7 @@ DEEPSEEK_V3 = MODEL_SHAPES["deepseek-v3"]
 
 def test_a_latent_attention_is_counted_by_hand():
     """DeepSeek-V3's: 128 heads of 128 + 64 dimensions, of 128 for values; vectors of 1536 and 512.
-    A tensor-parallel rank has the products that make the vectors whole, and its heads of the
-    rest."""
+    A tensor-parallel rank has the vectors' products in full, and its heads of the rest."""
     spec = model_spec(DEEPSEEK_V3)
     whole = 7168 * (1536 + 512 + 64) + 1536 + 512
     cut = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
@@ -326,7 +327,7 @@ def test_a_latent_attention_is_counted_by_hand():
 
 def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
     """gpt-oss-120b's stacks have 128 experts x 5760 or 2880 x 2880 numbers of 2 bytes, beside
-    buckets of 256 MiB; in buckets of 8 GiB they travel with others, as all tensors do then."""
+    buckets of 256 MiB. In buckets of 8 GiB they travel with others, as all tensors do then."""
     spec, down, mib = model_spec(MODEL_SHAPES["gpt-oss-120b"]), 128 * 2880 * 2880 * 2, 2**20
     assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * mib + (2 * 2 + 2 + 1) * down
     assert weight_sync_bytes(load_config(None, ["weight_sync.bucket_size_mb=8192"]), spec) == 4 * 8192 * mib
@@ -387,8 +388,9 @@ def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
 
 @pytest.mark.parametrize(("name", "mode"), [("30b_a3b", "rollout"), ("30b_a3b", "old"), ("235b_a22b", "rollout")])
 def test_replayed_experts_take_the_hosts_memory_and_a_micro_batch_on_the_gpu(name, mode):
-    """By hand: 8192 samples of 22528 tokens over DP 4 and the sequence over TP 4; 8 choices of 2
-    bytes in each of 48 layers, or of the 16 of a middle stage; 8 ranks on a node."""
+    """By hand: 8192 samples of 22528 tokens over DP 4 and the sequence over TP 4. There are 8
+    choices of 2 bytes in each of 48 layers, or of the 16 of a middle stage, and 8 ranks on a
+    node."""
     keys = [f"{ACTOR}.router_replay={mode}"]
     off, on = (load_config(CONFIGS / f"dapo_qwen3_{name}.yaml", overrides) for overrides in ([], keys))
     spec = model_spec(MODEL_SHAPES[f"qwen3-{name.replace('_', '-')}"])

@@ -115,7 +115,8 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     counts = chosen[is_token].flatten().bincount(minlength=EXPERTS).tolist()
     assert model.chunks[0].expert_load.counts[-1].tolist() == [*counts, 20 * chosen.size(1)]
     expected = {name: value.grad for name, value in block.named_parameters() if not name.startswith("experts.")}
-    expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}  # the bias gets no gradient
+    # the bias gets no gradient
+    expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}
     if is_gpt_oss:
         expected |= {name: value.grad for name, value in block.named_parameters()}
     for e in range(0 if is_gpt_oss else EXPERTS):

@@ -126,7 +126,8 @@ def test_what_is_not_counted_is_neither_replayed_nor_on_policy():
 def test_without_an_exp_mask_every_token_is_on_policy():
     rows = [1.0, -1.0, -1.0], [1.5, 0.5, 4.0]
     loss, grad, shown = loss_of(*batch_of(*rows), off_policy=OffPolicy())
-    plain_loss, plain_grad, plain = loss_of(*batch_of(*rows, exp_mask=[1, 1, 1]))  # nor is it read without off_policy
+    # nor is it read without off_policy
+    plain_loss, plain_grad, plain = loss_of(*batch_of(*rows, exp_mask=[1, 1, 1]))
     assert (loss, grad, shown) == (plain_loss, plain_grad, plain | {"exp_mask_ratio": 0.0})
 
 
@@ -201,7 +202,8 @@ def test_without_old_log_probs_the_current_ones_are_compared_with_the_server():
     rollout = tensor(-1.0 - math.log(1.5), -1.0)
     batch = TokenBatch(torch.ones(2).double(), torch.tensor(2), tensor(1.0, 1.0), rollout_log_probs=rollout)
     loss, grad, shown = loss_of(log_probs, batch, rollout_is_threshold=2.0)
-    assert loss == pytest.approx(-2.5) and grad == pytest.approx([-1.5, -1.0])  # the weight moves nothing
+    # the weight moves nothing
+    assert loss == pytest.approx(-2.5) and grad == pytest.approx([-1.5, -1.0])
     assert shown["actor/rollout_is_mean"] == pytest.approx(1.25)
 
 

@@ -159,7 +159,8 @@ def test_a_state_on_the_host_is_stepped_as_one_on_the_gpu(layout, model_path, pr
         assert got["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
     assert_same(apart, plain)
     for one, other in zip(plain.model.chunks[0].parameters(), apart.model.chunks[0].parameters(), strict=True):
-        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-6)  # one unit in bfloat16's last place
+        # one unit in bfloat16's last place
+        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-6)
     assert {slot.num_steps for slot in slots(apart.state.optimizer)} == {2}
 
 
@@ -198,8 +199,8 @@ def test_checkpoints_go_from_the_host_to_the_gpu_and_back(layout, model_path, pr
 
 
 class HalfMoments(torch.optim.Optimizer):
-    """A stand-in for Transformer Engine's Adam: it keeps weights and moments by itself, of the
-    given dtypes (TE 2.20, optimizers/fused_adam.py), and counts the steps of a group."""
+    """A stand-in for Transformer Engine's Adam (TE 2.20, optimizers/fused_adam.py). It keeps
+    weights and moments by itself, of the given dtypes, and counts the steps of a group."""
 
     master_weights = True
 

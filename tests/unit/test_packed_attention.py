@@ -220,7 +220,8 @@ def test_attention_is_causal_softmax_of_rotated_products(window, sinks):
     expected = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], value).flatten(1)
     layer, own = attention(window, sinks), query_key_value(sum(lengths))
     got = layer(*own, packed_seq_params=packing(lengths))
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)  # float32 sums of 16 terms of order 1
+    # float32 sums of 16 terms of order 1
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
     got.square().sum().backward()
     expected.square().sum().backward()
     pairs = [*zip(own, inputs, strict=True), *([(layer.softmax_offset, sink)] if sinks else [])]
@@ -265,5 +266,6 @@ def test_off_the_cpu_nothing_is_read_back_to_the_host(window):
     assert out.shape == (16, HEADS * DIM) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(t.grad.shape == t.shape for t in inputs)
-    with pytest.raises(RuntimeError, match="no data|meta"):  # float32 asks for the segments' lengths: it would show
+    # float32 asks for the segments' lengths: it would show
+    with pytest.raises(RuntimeError, match="no data|meta"):
         layer(*query_key_value(16, torch.float32, "meta"), packed_seq_params=packing([7, 9], "meta"))

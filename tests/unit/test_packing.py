@@ -182,7 +182,7 @@ def test_tight_bins_by_hand(lengths, bins):
 
 
 def all_ways(lengths: list[int], capacity: int, filled: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield, for each way to put the lengths into bins beside those that are `filled` so far,
+    """Yield, for each way to put the lengths into bins beside the `filled` ones,
     the bins' contents."""
     if not lengths:
         yield filled

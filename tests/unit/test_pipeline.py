@@ -1,5 +1,4 @@
-"""Any number of layers over any pipeline, as evenly as possible; model,
-memory and time agree on it."""
+"""Any number of layers goes evenly over any pipeline; model, memory and time agree on them."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -197,7 +196,8 @@ def test_by_hand_a_stage_with_all_layers_and_no_head_is_as_slow_as_its_layers():
     layout = TrainerLayout(sizes, 8, False, 0.0, max_tokens=64)
     time = training_time(SMALL, layout, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
     layers, weights = 0.9856 + 0.5248, 2 * 1440 / 1e4
-    assert time.score == pytest.approx((layers + weights) * 2)  # one micro-batch, and one more is waited for
+    # one micro-batch, and one more is waited for
+    assert time.score == pytest.approx((layers + weights) * 2)
     worked = 3 * layers + weights + 1440 * (2 + 8) / 1e4
     assert time.bubble == pytest.approx(worked)
     assert time.update == pytest.approx(2 * worked + 1440 * 30 / 1e4)

@@ -1,5 +1,4 @@
-"""A run's cost before its start: days, GPU-hours, jobs of a time limit,
-and the number of requeues."""
+"""A run's cost before its start: days, GPU-hours, jobs of a time limit, and allowed requeues."""
 
 import json
 import math
@@ -90,7 +89,8 @@ def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_th
     assert slurm_main(["plan", "--config", path, "--notice", "7200", "--time-limit", "24:00:00"]) == 2
     for text in (planned, dry, capsys.readouterr().out):
         days, gpus, hours, steps, step, jobs = cost_in(text)
-        assert (gpus, steps) == (128, 500) and 13 < days < 22  # a small simulation is off by up to a fifth
+        # a small simulation is off by up to a fifth
+        assert (gpus, steps) == (128, 500) and 13 < days < 22
         assert days == pytest.approx(steps * step / 86400, abs=0.06)
         assert hours == pytest.approx(steps * step * gpus / 3600, rel=1e-3)
         assert jobs == math.ceil(steps * step / (22 * 3600))
@@ -197,7 +197,8 @@ def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, smal
     for words in ("weight sync", "sampling", "server:", "carry signal", "a server decodes", "idle", "staleness"):
         assert words not in shown, words
     assert "qwen2.5-7b on 8 H100" in shown and "on synthetic batches, without servers" in shown
-    assert "prompts of 614" in shown  # as trainer.synthetic_batch draws them: 0.3 of the longest, 2048
+    # as trainer.synthetic_batch draws them: 0.3 of the longest, 2048
+    assert "prompts of 614" in shown
     seconds = {
         name: float(value) for name, value in re.findall(r"^  (\w[\w ,%-]+?)  +([\d.]+) s$", shown, re.MULTILINE)
     }

@@ -245,9 +245,9 @@ def test_tensor_parallel_ranks_exchange_the_bytes_worked_out_by_hand(sequence_pa
 
 def test_context_parallel_ranks_pass_keys_and_values_round():
     """Of 4 tokens 2 each, 2 layers; a key and a value of 4 numbers of 2 bytes go to CP - 1 = 1
-    other rank: 64 bytes a pass, at 1000 per second. Backward as much, and their gradients as much
-    again. Recomputed ones go round once more. The optimizer's state is shared as over data-parallel
-    ranks."""
+    other rank. They are 64 bytes a pass, at 1000 per second. Backward as much, and their gradients
+    as much again. Recomputed ones go round once more. The optimizer's state is shared as over
+    data-parallel ranks."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layout = TrainerLayout(ParallelSizes(1, 1, None, 2, cp=2), 2, False, 0.0, 64)
     time = training_time(SMALL, layout, work, SLOW, HALF)
@@ -260,9 +260,9 @@ def test_context_parallel_ranks_pass_keys_and_values_round():
 
 @pytest.mark.parametrize(("cp", "length"), [(2, 4), (4, 8)])
 def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, length):
-    """A sample of 1 + 3 tokens is cut into 2 x CP chunks: of 4 tokens nothing is padded, to 8 it
-    grows to twice the number. That is 2 x 1152 operations each, and attention over 1 + ... + 8 = 36
-    pairs of 32 in two layers; twice the activations. The head and MFU count 4 tokens."""
+    """A sample of 1 + 3 tokens is cut into 2 x CP chunks: with 4 nothing is padded, with 8 it
+    doubles. That is 2 x 1152 operations each, and attention over 1 + ... + 8 = 36 pairs of 32 in
+    two layers; twice the activations. The head and MFU count 4 tokens."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layout = TrainerLayout(ParallelSizes(1, 1, None, cp, cp=cp), 8, False, 0.0, 64)
     layers = (2 * 1152 * length + 2 * 32 * length * (length + 1) / 2 + 1312 * length) / 1e4
@@ -275,7 +275,7 @@ def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, l
 @pytest.mark.parametrize(("offloaded", "seconds"), [(0.0, 5.112), (0.25, 17.04), (1.0, 68.16)])
 def test_an_offloaded_optimizer_takes_the_time_of_the_nodes_memory(offloaded, seconds):
     """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at
-    10^3 in the node's memory; their gradients of 4 bytes come at 10^2, which takes as long."""
+    10^3 in the node's memory. Their gradients of 4 bytes come at 10^2, which takes as long."""
     layout = replace(ALONE, offloaded=offloaded)
     assert optimizer_step_s((1704, 0), layout, 0.0, SLOW, HALF) == pytest.approx(seconds)
     slower = replace(SLOW, host_link_bandwidth=1e2)
@@ -341,15 +341,16 @@ def test_experts_are_shared_by_the_ranks_that_hold_the_same_ones():
     exchanged = (800 * 3 / 4 + 600 / 2) * (4 + 2) / 1e3
     adam = (800 / 4 + 600 / 2) * 30 / 1e4
     assert optimizer_step_s((800, 600), layout, 0.0, SLOW, HALF) == pytest.approx(exchanged + adam)
-    spread = replace(layout, sizes=ParallelSizes(2, 1, None, 8, ep=8))  # each expert once: nothing to exchange
+    # each expert once: nothing to exchange
+    spread = replace(layout, sizes=ParallelSizes(2, 1, None, 8, ep=8))
     alone = 800 * 3 / 4 * (4 + 2) / 1e3 + (800 / 4 + 600) * 30 / 1e4
     assert optimizer_step_s((800, 600), spread, 0.0, SLOW, HALF) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(("gpus_per_node", "rate", "is_longer"), [(8, 1e3, False), (2, 1e2, True)])
 def test_weights_are_gathered_behind_the_next_forward_pass_save_the_last(gpus_per_node, rate, is_longer):
-    """2 passes of 4 optimizer steps: 7 of 8 gathers of 872 parameters hide, as far as the forward
-    pass of a step's one micro-batch takes, a third of it. Between nodes it takes less than the
+    """2 passes of 4 optimizer steps: 7 of 8 gathers of 872 parameters hide. They hide behind the
+    forward pass of a step's one micro-batch, a third of it. Between nodes it takes less than the
     gather."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 4), gpus_per_node, True, 0.0, max_tokens=64)
     work = TrainingWork(32, THREE_TOKENS, 1, mini_batches=4, epochs=2)

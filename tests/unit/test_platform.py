@@ -182,8 +182,7 @@ def test_elsewhere_nothing_is_refused(reason, monkeypatch, tmp_path):
 
 
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
-    """In a process of its own, with nothing adapted yet: all rows of the table,
-    then one that does not fit."""
+    """In a process of its own, with nothing adapted yet: all rows of the table, then a misfit."""
     code = """
 import torch
 before = {name: getattr(torch, name) for name in ("empty", "ones", "full", "arange", "compile", "randn")}

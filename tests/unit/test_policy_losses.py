@@ -239,7 +239,8 @@ def test_every_token_has_the_mean_log_ratio_of_its_own_sequence(packed):
     batch = collate(samples, pad_multiple=4, packed=packed)
     log_probs = torch.full_like(batch.loss_mask, math.nan)  # without counted tokens it is not read
     log_probs[batch.loss_mask != 0] = torch.tensor([-1.0, -2.0, -0.25, -1.5])
-    assert not sequence_log_ratio(batch.loss_mask, None, batch).any()  # no old log-probs: those of the policy itself
+    # no old log-probs: those of the policy itself
+    assert not sequence_log_ratio(batch.loss_mask, None, batch).any()
     means = sequence_log_ratio(log_probs.requires_grad_(), batch.rollout_log_probs, batch)
     assert means.shape == batch.tokens.shape and means.dtype == torch.float32 and not means.requires_grad
     by_sample = {i: values.tolist() for i, values in batch.by_sample(means).items()}

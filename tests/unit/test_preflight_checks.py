@@ -353,7 +353,7 @@ def test_the_size_of_a_checkpoint_follows_from_the_model():
 @pytest.mark.parametrize(
     ("overrides", "count"),
     [
-        ((), 1),  # at the moment of the stop
+        ((), 1),  # at a stop on request
         (("trainer.save_interval=10",), 4),
         (("trainer.save_interval=10", "trainer.keep_last=2"), 3),  # with the one under way
         (("trainer.save_interval=1", "trainer.keep_last=2", "trainer.keep_every=20"), 5),

@@ -1,4 +1,4 @@
-"""Requests that survive a push of the weights: their routes, accepted parts, and right labels."""
+"""Requests that survive a push of the weights: destinations, accepted parts, right labels."""
 
 import asyncio
 import random
@@ -156,7 +156,8 @@ def test_what_a_half_pushed_server_writes_is_not_taken_and_it_is_asked_again_aft
             await until(lambda: half.num_open == whole.num_open == 1)
             await half.push(2, fails=True)
             await whole.push(2)
-            await until(lambda: len(whole.requests) == 2, 2.0)  # at the first look: 60 tokens take longer
+            # at the first look: 60 tokens take longer
+            await until(lambda: len(whole.requests) == 2, 2.0)
             await pool.expect(2)
             group = await running
             check_labels([group])
@@ -263,7 +264,8 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
             group = replace(group, samples=tuple(finished), partials=tuple(partials))
             group = await sampler.sample_group(group, 5, SamplingParams(50))
             assert group.partials == () and len(group.samples) == 5 and group.samples[0] is finished[0]
-            begun = {partial.number: partial for partial in partials}  # they are aborted in any order
+            # they are aborted in any order
+            begun = {partial.number: partial for partial in partials}
             for one in group.samples[1:4]:
                 partial = begun[one.number]
                 number = len(partial.tokens)

@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, is free of contradictions, and has the features in its name."""
+"""Every shipped recipe parses, has no contradictions, and switches on the features in its name."""
 
 import json
 import re
@@ -109,9 +109,9 @@ def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name)
     assert not needs_reference(config)
 
 
-# The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"), and
-# the authors' public recipe (verl, recipe/dapo) for the paper's gaps: prompts, dual clip, details
-# of the optimizer. That recipe draws gen batches of 1536 prompts and discards a step's surplus over
+# The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"). The
+# authors' public recipe (verl, recipe/dapo) fills the paper's gaps: prompts, dual clip, details of
+# the optimizer. That recipe draws gen batches of 1536 prompts and discards a step's surplus over
 # 512.
 PUBLISHED = {
     "data.train_batch_size": 512,
@@ -128,7 +128,8 @@ PUBLISHED = {
     "algorithm.dynamic_sampling.max_num_gen_batches": 10,
     "algorithm.overlong_reward_shaping.enable": True,
     "algorithm.overlong_reward_shaping.buffer_len": 4096,
-    "algorithm.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
+    # max_response_length - buffer_len = 16384
+    "algorithm.overlong_reward_shaping.expected_len": None,
     "algorithm.overlong_reward_shaping.penalty_factor": 1.0,
     "actor_rollout_ref.rollout.n": 16,
     "actor_rollout_ref.rollout.temperature": 1.0,
@@ -157,8 +158,8 @@ PUBLISHED = {
 # Trainer nodes, server nodes, (TP, PP, DP), servers, GPUs per server:
 # all GPUs of 8 per node are used.
 NODES = {"dapo_32b.yaml": (8, 8, (8, 2, 4), 16, 4), "dapo_7b.yaml": (1, 1, (4, 1, 2), 8, 1)}
-# Changes made by sampling beside training: steps of a quarter of the size, four times the number,
-# the split of the nodes, and the allowed age of a group.
+# Changes made by sampling beside training: steps of a quarter of the size, four times the number.
+# Also the split of the nodes, and the allowed age of a group.
 ASYNCHRONOUS = {
     "data.train_batch_size": (512, 128),
     "data.gen_batch_size": (1536, 384),

@@ -194,7 +194,8 @@ def test_task_a_one_replayed_success_and_seven_failures_is_kept():
     assert draw.samples[0].exp_mask and draw.samples[0].uid == draw.uid
     metrics = step_metrics(result, weight_version=5, num_retries=0, seconds=1.0)
     assert metrics["reward/accuracy"] == 0.0 and metrics["train/accuracy"] == 1 / 8
-    assert metrics["response_length/mean"] == metrics["response_length/max"] == 6  # the replayed one was not generated
+    # the replayed one was not generated
+    assert metrics["response_length/mean"] == metrics["response_length/max"] == 6
     assert metrics["rollout/staleness_max"] == 0
 
 
@@ -237,7 +238,8 @@ def test_old_log_probs_of_a_replayed_sample_are_the_recorded_ones(packed):
         assert set(marks[sample.sample_id].tolist()) == {float(is_replayed)}
         expected = sample.rollout_log_probs if is_replayed else np.full(sample.length, -9.0)
         assert old[sample.sample_id].tolist() == expected.tolist()
-    assert float(scored.exp_mask.sum()) >= samples[0].length  # padding behind it may be marked, it does not count
+    # padding behind it may be marked, it does not count
+    assert float(scored.exp_mask.sum()) >= samples[0].length
 
 
 def test_the_replayed_sample_belongs_to_its_groups_mean():

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "1" + "0" * 400
-# the viewer's JavaScript: there a number has no toLowerCase and an object has no length
+# kinds for the viewer's JavaScript: there a number has no toLowerCase and an object has no length
 KINDS_OF = {
     "text": str,
     "reward": int | float,

@@ -198,7 +198,7 @@ def drawing(tmp_path, monkeypatch):
 
 
 def test_what_an_environment_draws_follows_from_the_trajectory(drawing):
-    """After any earlier work of its process."""
+    """Regardless of its process's earlier work."""
 
     async def play(pool, seed):
         async with pool.session(seed) as environment:

@@ -431,8 +431,8 @@ def test_a_launchers_sigterm_is_reported_as_its_users_action(tmp_path, monkeypat
 
 
 def end_of(stop, *numbers: signal.Signals) -> int | None:
-    """Exit code of a process that enters `stop` and gets the signals, 0.1 s apart; None:
-    it goes on."""
+    """Exit code of a process that enters `stop` and gets the signals, 0.1 s apart;
+    None if it goes on."""
     context = multiprocessing.get_context("fork")
 
     def work(sender) -> None:

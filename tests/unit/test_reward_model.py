@@ -1,4 +1,5 @@
-"""Scores of a reward model: their combination, the cost of failures, and the config's duties."""
+"""Scores of a reward model: their combination, the cost of failures,
+and the demands on its config."""
 
 import asyncio
 import json

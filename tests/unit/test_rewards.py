@@ -78,7 +78,7 @@ MATH_VERIFY = [
     (boxed("\\frac{1}{0}"), "5", False),
 ]
 
-# data source, and scores of verl 0.9's reward for it for a right and a wrong answer
+# data source, and the scores of its reward in verl 0.9 for a right and a wrong answer
 VERL_SOURCES = [
     *((source, 1.0, -1.0) for source in ("math", "math_dapo", "math_dapo_reasoning", "aime2024", "aime_2025")),
     *((source, 1.0, 0.0) for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval")),
@@ -276,7 +276,7 @@ def test_the_score_of_a_wrong_answer_is_the_functions():
 
 
 def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monkeypatch):
-    """A sleeping process is one with its cores taken by others."""
+    """Sleep stands for a process with its cores taken by others."""
 
     def wait(*args, **kwargs):
         time.sleep(1.5)

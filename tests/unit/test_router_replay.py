@@ -233,7 +233,8 @@ def test_a_steps_experts_stay_in_the_hosts_memory_and_on_gpus_in_pages_that_copi
     ((expected,),) = cut.added([[samples]], [[batch]])
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    ((got,),) = cut.added([[samples]], [[replace(batch, tokens=batch.tokens.to("meta"))]])  # on some device
+    # on some device
+    ((got,),) = cut.added([[samples]], [[replace(batch, tokens=batch.tokens.to("meta"))]])
     assert got.experts.device == torch.device("cpu") and torch.equal(got.experts, expected.experts)
     assert pinned == []
     monkeypatch.setattr(router_replay, "is_gpu", lambda: True)

@@ -75,7 +75,8 @@ SHAPING = [
 
 def test_remax_groups_carry_the_shaped_reward_of_one_greedy_answer(folder):
     batch, requests = first_batch(folder, "remax", *SHAPING)
-    assert [group.baseline_reward for group in batch.groups] == [0.75] * 4  # right 1, truncated -0.25
+    # right 1, truncated -0.25
+    assert [group.baseline_reward for group in batch.groups] == [0.75] * 4
     assert [[sample.reward for sample in group.samples] for group in batch.groups] == [[0.0, 0.0]] * 4
     asked = sorted((request["temperature"], request["top_p"]) for request in requests)
     assert asked == [(0.0, 1.0)] * 4 + [(1.0, 0.9)] * 8
@@ -157,7 +158,8 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
         for server in servers:
             server.hold.clear()
         step = asyncio.create_task(controller.next_batch(1, 1))
-        while sum(server.num_open for server in servers) < 4:  # one of each environment: two at each server
+        # one of each environment: two at each server
+        while sum(server.num_open for server in servers) < 4:
             await asyncio.sleep(0.01)
         for server in servers:
             server.hold.set()
@@ -212,7 +214,8 @@ def test_a_turn_whose_server_fails_is_sent_to_another_one_with_all_its_tokens(fo
         return batch, [sorted(len(r["input_ids"]) for r in server.requests) for server in servers]
 
     batch, (broken, whole) = with_two_servers(folder, use)
-    assert whole == [1] * 8 + [4] * 8 and broken  # each turn was answered once, by the server that works
+    # each turn was answered once, by the server that works
+    assert whole == [1] * 8 + [4] * 8 and broken
     assert {sample.num_turns for group in batch.groups for sample in group.samples} == {2}
     assert batch.metrics["rollout/num_retries"] == len(broken)
 

@@ -1,9 +1,9 @@
 """Queue and admission under random schedules: orders, kills, groups without signal, stops, resumes.
 
 The servers, the trainer and the filling are played; queue and admission are the program's.
-Promises, at every event: the account of draws is closed; each uid is handed out once, in the order
-of draws; no token is older than `max_staleness`; there is always something to do; and there are
-never more open draws than the steps that may train on them have places.
+Promises, at every event: the account of draws is closed. Each uid is handed out once, in the order
+of draws. No token is older than `max_staleness`. There is always something to do. There are never
+more open draws than places in the steps that may train on them.
 """
 
 import random
@@ -79,7 +79,8 @@ class Schedule:
     is_disturbed: bool = True  # by kills and resumes
     num_handed: list[int] = field(default_factory=list)  # numbers of draws, in the order handed out
     batches: list[list[int]] = field(default_factory=list)
-    under_way: dict[str, int] = field(default_factory=dict)  # uid -> version with which a sample was begun
+    # uid -> version with which a sample was begun
+    under_way: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setup = random.Random(f"setup {self.seed}")
@@ -233,7 +234,8 @@ class Schedule:
         limits = self.limits
         num_steps = limits.max_staleness + 1
         largest = num_steps * limits.train_batch_size if limits.max_staleness else limits.gen_batch_size
-        assert account.num_open <= largest or self.has_changed, "a burst"  # a run that allowed more may leave more
+        # a run that allowed more may leave more
+        assert account.num_open <= largest or self.has_changed, "a burst"
 
     def expected_batches(self) -> list[list[int]]:
         """With max_staleness above 0: the groups with signal in the order of draws,
@@ -257,13 +259,14 @@ def test_random_schedules_keep_every_promise(max_staleness):
     for seed in range(NUM_SCHEDULES // 5):
         schedule = Schedule(seed, max_staleness)
         schedule.run()
-        has_limit = schedule.limits.max_num_gen_batches > 0  # of which a state without samples knows less
+        # of which a state without samples knows less
+        has_limit = schedule.limits.max_num_gen_batches > 0
         if max_staleness and not (schedule.is_controller_lost and has_limit):
             assert schedule.batches == schedule.expected_batches(), seed
 
 
 def test_a_resume_with_another_bound_keeps_the_new_one():
-    """Samples too old for it are discarded or taken again, and the account is closed."""
+    """Groups too old for it are discarded or sampled again, and the account is closed."""
     num_discarded = 0
     for seed in range(600):
         before, after = seed % 5, seed // 5 % 5

@@ -151,7 +151,7 @@ def test_the_aggregation_of_token_losses():
 
 
 def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) -> tuple[list[float], dict[str, float]]:
-    """Per token, of a response of two tokens with reward 1 and one of one token with reward 0; the
+    """Per token, of a response of two tokens with reward 1 and one of one token with reward 0. The
     greedy answer to their prompt earned 0.25. k1: log-probs of the actor minus those of the
     reference; over the vocabulary KL is 0.7."""
     group = replace(make_group("a", [1.0, 0.0]), baseline_reward=0.25)

@@ -1,4 +1,4 @@
-"""The project's first documents, held to: their YAML (tests/seeds/), option tables,
+"""The project is held to its first documents: YAML (tests/seeds/), option tables,
 check list, metrics.
 
 Names begin with the number of the document: 000 DAPO in a training system, 001 DAPO, 002 PPO for
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.unit
 
 SEEDS = Path(__file__).parents[1] / "seeds"
 # every YAML block of the documents, 7 of 000 and 2 of 003 (001, 002 and 004 have none), word for
-# word: its name -> its heading, the SHA-256 of its text
+# word. Name -> its heading, the SHA-256 of its text
 BLOCKS = {
     "000_complete": ("完整配置示例", "77c7774d32fe85f6991c682787589788649d00f4e3172b131f84a65d9c4ec034"),
     "000_way_two": ("方式二：在现有配置上启用DAPO", "78907b52dee6e3dcbc210189c01a55bc36042d43a1d2b3c80cbc18d88a3590d0"),
@@ -254,7 +254,7 @@ def responses(uid: str, *what: str, config: Config) -> Group:
 
 
 def one_step(config: Config, *groups: tuple[str, ...]):
-    """This config's queue after a gen batch with these groups."""
+    """The result of this config's queue for a gen batch of these groups."""
     queue = make_queue(config)
     queue.begin(1, weight_version=1)
     drawn = [queue.draw(Prompt(i, str(i), (1,), "", "test", ""), weight_version=1) for i in range(len(groups))]
@@ -266,7 +266,7 @@ def one_step(config: Config, *groups: tuple[str, ...]):
 
 @pytest.mark.parametrize("form", ["resample", "mask"])
 def test_the_two_examples_of_replay_one_borrowed_success_saves_group_a_and_group_b_is_filtered(form):
-    """000: with 1 replayed success, 7 fresh failures have a success rate of 1/8 and stay; with 7
+    """000: with 1 replayed success, 7 fresh failures have a success rate of 1/8 and stay. With 7
     fresh successes it is 8/8, and the group is filtered."""
     config = load_config(
         SEEDS / "000_replay.yaml",

@@ -138,7 +138,8 @@ def test_the_caches_of_servers_at_work_are_looked_at_and_who_cannot_tell_is_well
             server.num_used_tokens = tokens
             server.hold.clear()
         pending = asyncio.create_task(controller.next_batch(1, 1))
-        await until(lambda: all(server.num_looks >= 2 for server in servers))  # the first ones are answered
+        # the first ones are answered
+        await until(lambda: all(server.num_looks >= 2 for server in servers))
         for server in servers:
             server.hold.set()
         metrics = (await pending).metrics
@@ -324,7 +325,8 @@ def test_a_server_that_hangs_after_it_was_removed_costs_no_request(folder, monke
         removed.is_frozen = True
         batch = await asyncio.wait_for(pending, 5)
         assert numbers(batch) == [0, 1, 2, 3] and batch.metrics["rollout/num_retries"] == 4
-        await until(lambda: list(controller._servers._watches) == [other.url])  # it has none left, and is let go
+        # it has none left, and is let go
+        await until(lambda: list(controller._servers._watches) == [other.url])
 
     run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
 

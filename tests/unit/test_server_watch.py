@@ -1,4 +1,4 @@
-"""Servers with live processes but without work done; stand-ins answer as a file tells them to."""
+"""Servers alive but no longer working; stand-ins answer as a file tells them to."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -90,7 +90,7 @@ def test_a_paused_server_need_not_generate(started, answer):
 
 
 def test_one_that_a_push_left_out_is_started_again_at_once_if_it_does_not_answer(started, answer, tmp_path):
-    """It may be stuck in a collective with a dead one for half an hour, and a silent scheduler
+    """It may be stuck in a collective with a dead one for half an hour. A silent scheduler
     otherwise has the time of a push."""
     servers, run = started(AN_HOUR), RunFolder(tmp_path / "run")
     answer(STUCK)

@@ -231,7 +231,8 @@ def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_trito
     wheel(checkout, "triton", "3.8.0")
     done = setup(checkout, PYTHON=sys.executable, **{variable: value})
     failed = [line for line in done.stdout.splitlines() if line.endswith("FAILED")]
-    assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr  # there is no setuptools
+    # there is no setuptools
+    assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr
     assert list(checkout.glob(".venv/lib/*/site-packages/triton-3.8.0.dist-info"))
 
 

@@ -1,5 +1,5 @@
-"""SGLang's CPU adaptation: batched attention is SGLang's own, safe forks,
-moved names are reported."""
+"""SGLang's CPU adaptation: batched attention equals SGLang's own, forks are safe,
+moves are named."""
 
 import importlib.util
 import multiprocessing
@@ -104,7 +104,8 @@ def test_batched_extend_equals_single_requests(lengths, num_heads, num_kv_heads,
 
 def test_the_layers_of_a_step_share_the_cache_positions_and_the_next_step_computes_new_ones():
     first, second = (decode_inputs([5, 9, 2], 4, 2, 16, seed) for seed in (1, 2))
-    for inputs, window in product((first, first, second, first), (None, 3)):  # layers of two kinds in turn
+    # layers of two kinds in turn
+    for inputs, window in product((first, first, second, first), (None, 3)):
         inputs["sliding_window_size"] = window
         torch.testing.assert_close(
             batched_decode(None, backend(), **inputs).clone(), one_by_one(inputs), rtol=1e-5, atol=1e-5
@@ -195,7 +196,7 @@ def test_a_stand_in_says_which_name_needs_a_gpu():
 
 
 def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
-    """Seen at the place of their creation: earlier ones count."""
+    """The check is at the creation of processes: all earlier threads count."""
     asked = []
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: asked.append(method))
     plug_in = load_plug_in("forked_processes")

@@ -47,7 +47,7 @@ def test_silence_is_never_right(truth, response):
             continue
         try:
             result = score_response(function, kwargs, "math_dapo", response, truth, {})
-        # a truth that is no mathematics; the pool gives the score of a wrong answer
+        # a truth outside mathematics; the pool gives the score of a wrong answer
         except (ValueError, TimeoutError):
             continue
         assert (result.score, result.correct) == (wrong_score(function, "math_dapo"), False), (function, kwargs)

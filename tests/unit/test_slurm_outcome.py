@@ -102,14 +102,15 @@ def test_an_attempt_that_was_stopped_while_it_sampled_goes_on_with_its_groups(at
     ended = attempt.outcome(TRAINER, 0, asked_by="USR1")
     assert (ended.code, ended.requeue) == (85, True)
     assert "step 4 of 40, and 11 groups of the next one, is saved" in ended.line
-    attempt.plan = replace(attempt.plan, start_groups=11)  # as the next attempt is planned, which gains none
+    # as the next attempt is planned, which gains none
+    attempt.plan = replace(attempt.plan, start_groups=11)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
 
 
 @pytest.mark.parametrize("gained", ["a sample", "a part of one", "a replayed sample"])
 def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, gained):
     """A long step may be stopped before its first group is finished.
-    Groups borrowed by it are no gain."""
+    A replayed sample is no gain."""
     (group,) = synthetic_groups(64, num_groups=1, n=1)
     (sample,) = group.samples
     kept = {
@@ -123,7 +124,8 @@ def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, 
     number = {"a sample": sample.num_response_tokens, "a part of one": 2, "a replayed sample": 0}[gained]
     assert reached == Progress(4, 0, number)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").requeue == (number > 0)
-    attempt.plan = replace(attempt.plan, start_tokens=number)  # as the next attempt is planned, which gains none
+    # as the next attempt is planned, which gains none
+    attempt.plan = replace(attempt.plan, start_tokens=number)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
 
 
@@ -177,7 +179,7 @@ def test_a_hang_is_reported_in_the_words_of_rank_0_which_ends_last(attempt):
 
 
 def test_the_launcher_records_the_end_of_a_rank_that_could_not(attempt, monkeypatch):
-    """And leaves the record of a possible one."""
+    """And leaves an existing record."""
     monkeypatch.setenv("SLURMD_NODENAME", "t2")
     for name, value in attempt.plan.ends.variables().items():
         monkeypatch.setenv(name, value)

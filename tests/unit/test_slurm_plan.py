@@ -258,7 +258,7 @@ def sized(folder, model: dict, *overrides: str) -> Config:
 
 def test_the_plan_compares_the_notice_with_the_rest_of_a_step(tmp_path):
     """8192 samples of 22528 tokens with 32.8e9 parameters on 64 GPUs, by hand. With only products,
-    8 N T FLOPs (update and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s; attention over
+    8 N T FLOPs (update and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s. Attention over
     22528 tokens adds a quarter or so."""
     made = sized(tmp_path, QWEN2_5_32B)
     by_hand = 8 * 32.8e9 * 8192 * 22528 / (64 * 0.3 * 989.5e12)

@@ -1,7 +1,7 @@
 """Runs stopped or killed while servers write: unfinished answers go on, nothing is lost or doubled.
 
-The controller runs in this process. A kill is one that is not asked for its state any more: the run
-resumes from its last checkpoint. The trainer is a loop that asks for batches and pushes.
+The controller runs in this process. A killed run is not asked for its state any more: it resumes
+from its last checkpoint. The trainer is a loop that asks for batches and pushes.
 """
 
 import asyncio

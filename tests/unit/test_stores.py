@@ -1,4 +1,4 @@
-"""The stores in which ranks meet: their reach, and the words that count there."""
+"""The stores in which ranks meet: access from outside, and the weight of a stranger's words."""
 
 import os
 import socket

@@ -211,7 +211,8 @@ def test_a_reserved_port_is_given_to_nobody_else_but_a_server_can_use_it():
     port = ReservedPort("127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", port.number))
-    with socket.create_server(("127.0.0.1", port.number)) as server:  # sets SO_REUSEADDR, as servers do
+    # sets SO_REUSEADDR, as servers do
+    with socket.create_server(("127.0.0.1", port.number)) as server:
         assert server.getsockname()[1] == port.number
     port.release()
 
@@ -227,7 +228,8 @@ def test_servers_that_nobody_could_reach_by_this_machines_name_are_not_started(t
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     with pytest.raises(UserError, match=r"server.host = 0\.0\.0\.0.*no-such-name.invalid.*give an address"):
         supervisor(tmp_path, "serves", "host=0.0.0.0")
-    monkeypatch.setenv("SLURMD_NODENAME", "localhost")  # the name that a job's plan gave to the others
+    # the name that a job's plan gave to the others
+    monkeypatch.setenv("SLURMD_NODENAME", "localhost")
     servers = supervisor(tmp_path, "serves", "host=0.0.0.0")
     assert servers.urls[0].startswith("http://localhost:")
     servers.stop()

@@ -1,4 +1,4 @@
-"""Synthetic batches: a trainer can train on them, always the same, without a server."""
+"""Synthetic batches: fit for training, always the same, without a server."""
 
 from statistics import fmean
 

@@ -327,7 +327,7 @@ def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
     assert not RunFolder(tmp_path).metrics.exists()
 
 
-# the reader goes after the first line; the number of lines is that of a full pipe buffer
+# the reader goes after the first line; the others would stay in a pipe's buffer to the end
 OUTLIVES_ITS_READER = """
 import sys
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Token records of the responses kept for people."""
+"""Token records of the responses shown to people."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
-"""The light tokenizer is transformers' AutoTokenizer,
-and names the missing parts of a model folder."""
+"""The light tokenizer gives the tokens of transformers' AutoTokenizer,
+and names a folder's gaps."""
 
 import subprocess
 import sys

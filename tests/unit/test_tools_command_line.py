@@ -1,4 +1,4 @@
-"""Common traits of the commands of checkpoints_tools: --help, a progress bar for a watcher."""
+"""Common traits of the commands of checkpoints_tools: --help, a progress bar if somebody looks."""
 
 import io
 from contextlib import redirect_stderr

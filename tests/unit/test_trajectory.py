@@ -88,7 +88,8 @@ class Model:
 
 def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, max_prompt_length=100, **limits):
     data = DataConfig(max_prompt_length=max_prompt_length, apply_chat_template=chat)
-    keys = MultiTurnConfig(max_turns=8, timeout_s=60.0).model_copy(update=limits)  # a time of -1 is over at once
+    # a time of -1 is over at once
+    keys = MultiTurnConfig(max_turns=8, timeout_s=60.0).model_copy(update=limits)
     multi_turn = MultiTurn(environment, tokenizer, data, keys)
     tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
     prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)

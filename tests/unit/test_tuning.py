@@ -10,7 +10,8 @@ from megatron_dapo.kernels import tuning
 pytestmark = pytest.mark.unit
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-PRODUCTION = [151936, 152064, 38016, 19008]  # one rank's share of the vocabulary: 0.5B; 7B; 7B at TP 4; 32B at TP 8
+# one rank's share of the vocabulary: 0.5B; 7B; 7B at TP 4; 32B at TP 8
+PRODUCTION = [151936, 152064, 38016, 19008]
 
 
 def rows():

@@ -156,7 +156,7 @@ def test_megatron_gets_the_length_if_the_layers_are_its(layout, model_path, aske
     monkeypatch.setattr(build, "ModelChunk", lambda config, *_, **__: configs.append(config))
     for overlap in (True, False):
         megatron = MegatronConfig(tp_comm_overlap=overlap, dtype="bfloat16")
-        # of None, for the model not built here
+        # of None: no model is built here
         with pytest.raises(AttributeError, match="rotary_pos_emb"):
             build_model(read_model_spec(model_path), layout, megatron, num_tokens=96)
     assert [config.tp_comm_overlap for config in configs] == [True, False]

@@ -114,12 +114,13 @@ def test_weights_that_are_lost_are_waited_for_and_no_answer_is_asked_for_twice(f
         assert {version for record in kept(folder, 1) for version in record["weight_versions"]} == {5}
 
     script = Script()
-    script.delays = [0.5, 0.0, 0.0]  # from the end: the last answer is under way when the weights are lost
+    # from the end: the last answer is under way when the weights are lost
+    script.delays = [0.5, 0.0, 0.0]
     run_in_folder(folder, scenario, script, overrides=[val_file(folder, "a", "a", "a")])
 
 
 def test_an_evaluation_of_kept_answers_costs_no_more_than_its_own_requests(folder):
-    """At K = 1, with a validation of 12 answers under way in every step: the steps ask for the same
+    """At K = 1, with a validation of 12 answers under way in every step. The steps ask for the same
     as without it, none waits for its answers, and nothing is asked for twice."""
 
     def num_requests(validates):
@@ -137,7 +138,8 @@ def test_an_evaluation_of_kept_answers_costs_no_more_than_its_own_requests(folde
                     batch = await controller.next_batch(step, step - 1)
                     assert len(batch.groups) == 4 and batch.metrics["rollout/num_retries"] == 0
                     if validates and step > 1:
-                        await until(lambda: controller._validation._task.done())  # in the update: nobody waits for it
+                        # in the update: nobody waits for it
+                        await until(lambda: controller._validation._task.done())
                         assert (await controller.evaluate(step - 1, step - 1))["val/num_prompts"] == 6
                     await asyncio.gather(*(server.push(step) for server in servers))
                     if validates:

@@ -88,7 +88,8 @@ def test_the_classic_loss_is_half_of_the_mean():
 
 def test_huber_is_huber_in_the_clipped_branch_too():
     arguments = (float64([0.0]), float64([-9.0]), float64([0.5]), float64([1.0]), torch.tensor(1))
-    assert float(value_loss(*arguments, clip=1.0, loss_type="huber").loss_sum) == 8.0  # |-8 - 0.5| - 0.5
+    # |-8 - 0.5| - 0.5
+    assert float(value_loss(*arguments, clip=1.0, loss_type="huber").loss_sum) == 8.0
     assert float(value_loss(*arguments, clip=1.0, loss_type="l2").loss_sum) == 8.5**2
 
 

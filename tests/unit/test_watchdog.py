@@ -26,7 +26,7 @@ def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> 
 @pytest.mark.parametrize(
     ("places", "silent", "blamed"),
     [
-        ({0: place(5), 2: place(4)}, {1}, [1]),  # one without an answer, with the others anywhere
+        ({0: place(5), 2: place(4)}, {1}, [1]),  # one without an answer, at any place of the others
         ({0: place(5, waits=True), 1: place(4), 2: place(5, waits=True)}, set(), [1]),  # has not come to the phase
         ({0: place(5, 9, waits=True), 1: place(5, 9), 2: place(5, 9, waits=True)}, set(), [1]),  # in no collective
         ({0: place(5, 3, waits=True), 1: place(5, 4)}, set(), [1]),  # the first pipeline stage, ahead and stuck

@@ -208,7 +208,8 @@ def test_a_vocabulary_may_lie_whole_on_every_rank_of_a_server():
 
 
 def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
-    p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)  # as ranks with some of them each give them
+    # as ranks with some of them each give them
+    p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)
     shapes = {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}
     tensors = {f"{p}{e}.{m}.weight": torch.randn(shape) for e in order for m, shape in shapes.items()}
     tensors["model.layers.0.mlp.gate.weight"] = torch.randn(12, 6)

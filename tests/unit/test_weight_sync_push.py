@@ -95,7 +95,7 @@ class Server:
 
 
 class World:
-    """The existing servers, and a sync with `sending` as its sender's work."""
+    """Some servers, and a sync with `sending` as its sender's work."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -57,7 +57,8 @@ def test_a_common_offset_costs_no_more_than_its_own_rounding(offset):
     logits, inv_temperature, targets = case(offset=offset)
     merged = merge(row_statistics(logits, inv_temperature, targets, want_entropy=True, tiles=TILES)[None])
     log_prob, entropy = oracle(logits, inv_temperature, targets)
-    bound = 4 * EPS * (abs(offset) * 1.5 + 64)  # a logit times a temperature below 1.5, rounded once, in x_t and in M
+    # a logit times a temperature below 1.5, rounded once, in x_t and in M
+    bound = 4 * EPS * (abs(offset) * 1.5 + 64)
     torch.testing.assert_close(merged.log_prob.double(), log_prob, rtol=0, atol=bound)
     # an entropy taken as lse - u / s, without differences to the maximum,
     # would be off by 2e-4 and more

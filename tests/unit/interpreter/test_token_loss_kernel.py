@@ -114,7 +114,8 @@ def test_tensors_may_be_strided_and_masks_of_any_type():
 
 
 def test_a_gpu_computes_in_float32_and_leaves_float64_to_torch(monkeypatch):
-    module = sys.modules["megatron_dapo.kernels.token_loss"]  # the package exports the function of that name
+    # the package exports the function of that name
+    module = sys.modules["megatron_dapo.kernels.token_loss"]
     monkeypatch.setattr(module, "runs_on_triton", lambda tensor: tensor.dtype != torch.float64)
     case, want = case_and_expected("everything")
     single, exact = (
