@@ -1,5 +1,5 @@
-"""Advantages by their papers, in plain numbers,
-for one response of a group or its counted tokens."""
+"""Advantages by their papers, in plain numbers, for one response of a group
+or its counted tokens."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev

@@ -167,8 +167,8 @@ class _AbsentGpu:
 
 @contextlib.contextmanager
 def _compiling_for(architecture: str) -> Iterator[list]:
-    """Launches compile instead; pairs (compiled kernel,
-    output of the assembler) go into the list."""
+    """Launches compile instead; pairs (compiled kernel, output
+    of the assembler) go into the list."""
     compiled, run = [], JITFunction.run
 
     def compile_instead(self, *args, grid, warmup=False, **kwargs):

@@ -16,8 +16,8 @@ ASLEEP_S = 120  # waiting for a pipe, it takes no CPU time at all
 
 @dataclass(frozen=True)
 class Ended:
-    """code: the function's result; negative: the signal that ended the process. error:
-    its standard error."""
+    """code: the function's result; negative: the signal that ended the process.
+    error: its standard error."""
 
     code: int
     error: str

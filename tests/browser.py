@@ -32,8 +32,8 @@ _WAIT_S = 60.0
 
 
 class Browser:
-    """One tab. requests: addresses that it asked for; errors:
-    complaints of its console and scripts."""
+    """One tab. requests: addresses that it asked for;
+    errors: complaints of its console and scripts."""
 
     def __init__(self, profile: Path) -> None:
         to_browser, from_us = os.pipe()

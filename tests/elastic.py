@@ -81,8 +81,8 @@ class StandIns:
 
 @dataclass
 class Kills:
-    """number SIGKILLs to random servers,
-    at random moments of the steps after `first` until `last`."""
+    """number SIGKILLs to random servers, at random moments of the steps
+    after `first` until `last`."""
 
     number: int
     first: int

@@ -89,8 +89,8 @@ class TinyFamily:
     """Number of experts -> modules with an adapter in two layers; None: 7 in each."""
 
     parity: dict[str, Options] = field(default_factory=dict)
-    """Name -> checkpoint compared with transformers by log-probs; {}:
-    one under the family's name."""
+    """Name -> checkpoint compared with transformers by log-probs;
+    {}: one under the family's name."""
 
     converted: dict[str, Options] = field(default_factory=dict)
     """Name -> checkpoint for a conversion there and back; {}: one under the family's name. bf16 in
@@ -307,8 +307,8 @@ def converted_models() -> dict[str, Options]:
 
 
 def own_layers(*, is_mixture: bool | None = None) -> tuple[str, ...]:
-    """Return the families with layers unlike the others'; is_mixture: only mixtures,
-    or only dense ones."""
+    """Return the families with layers unlike the others';
+    is_mixture: only mixtures, or only dense ones."""
     return tuple(
         name
         for name, row in FAMILIES.items()

@@ -21,8 +21,8 @@ LOSS = LossConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """rows is a multiple of 4, so that up to four ranks can each hold a slice; vocab:
-    of which num_valid exist."""
+    """rows is a multiple of 4, so that up to four ranks can each hold a slice;
+    vocab: of which num_valid exist."""
 
     rows: int = 40
     hidden: int = 19
@@ -160,8 +160,8 @@ def full_kl_of(hidden, weight, case: Case, inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """log_probs, entropy, kl: of the last micro-batch; grad_hidden too, whole; grad_weight:
-    of all of them."""
+    """log_probs, entropy, kl: of the last micro-batch; grad_hidden too, whole;
+    grad_weight: of all of them."""
 
     loss_sum: Tensor
     log_probs: Tensor

@@ -38,8 +38,8 @@ LOSS = LossConfig(
 
 
 class Bounds(NamedTuple):
-    """Against float64 on the same, already rounded inputs: absolute; for gradients,
-    parts of the norm.
+    """Against float64 on the same, already rounded inputs: absolute;
+    for gradients, parts of the norm.
 
     grad_hidden is rounded to the inputs' type once; grad_weight is a float32 sum over rounded
     gradients of logits. Log-probs of half-precision products on a GPU may be off by `truncation` of
@@ -155,8 +155,8 @@ class Oracle(NamedTuple):
 
 @torch.no_grad()
 def oracle(case: HeadCase, grad_log_prob: Tensor | None = None, grad_entropy: Tensor | None = None) -> Oracle:
-    """log_softmax, its entropy, and the gradient of grad_log_prob .
-    log_prob + grad_entropy . entropy; float64."""
+    """log_softmax, its entropy, and the gradient
+    of grad_log_prob . log_prob + grad_entropy . entropy; float64."""
     hidden, weight = case.counted_hidden.detach().double(), case.weight_VH.detach()[: case.num_valid].double()
     log_prob, entropy, size = (torch.empty(len(hidden), dtype=torch.float64, device=case.device) for _ in range(3))
     with_gradient = grad_log_prob is not None
@@ -317,8 +317,8 @@ def check_batch_invariance(case: HeadCase, use_triton: bool | None = None) -> No
 
 
 def check_no_host_sync(case: HeadCase, use_triton: bool | None = None) -> None:
-    """Old log-probs, loss and gradients never wait for the device. Run once before,
-    to compile and to allocate."""
+    """Old log-probs, loss and gradients never wait for the device.
+    Run once before, to compile and to allocate."""
     for guard in (contextlib.nullcontext, lambda: forbidding_host_syncs(case.device)):
         case.hidden_LH.grad = None
         with guard():

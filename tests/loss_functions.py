@@ -4,8 +4,8 @@ import torch
 
 
 def dapo(sequences):
-    """Return the built-in loss with token-mean, clip 0.2 and 0.28, dual clip 3:
-    sum over tokens, tokens, metrics."""
+    """Return the built-in loss with token-mean, clip 0.2 and 0.28,
+    dual clip 3: sum over tokens, tokens, metrics."""
     loss, count = 0.0, 0.0
     high, low = 0.0, 0.0
     for s in sequences:

@@ -1,5 +1,5 @@
-"""Imports of the fork server of tests/forked_ranks.py. No thread may start:
-forks have one thread only."""
+"""Imports of the fork server of tests/forked_ranks.py.
+No thread may start: forks have one thread only."""
 
 import os
 

@@ -123,8 +123,8 @@ def write_step(
 
 
 def write_validation(run: RunFolder, step: int, num_right: list[int], n: int = 4, text: str = "so 4") -> None:
-    """Write the held-out answers of a step: so many of n are right, prompt by prompt. text:
-    of each."""
+    """Write the held-out answers of a step: so many of n are right, prompt by prompt.
+    text: of each."""
     lines = [
         {
             "step": step,

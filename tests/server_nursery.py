@@ -1,9 +1,10 @@
 """Starts SGLang servers by forking: one import for all, and a new server after a second.
 
-python -m tests.server_nursery With the environment of a server. Commands are lines of its input, as
-JSON, and so are its answers. ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's
-process id, ["poll", PID] with its exit code, null while it runs. The end of the input ends it, and
-with it all servers.
+python -m tests.server_nursery
+
+Run it with the environment of a server. Commands are lines of its input, as JSON, and so are its
+answers. ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's process id, ["poll",
+PID] with its exit code, null while it runs. The end of the input ends it, and with it all servers.
 """
 
 import json

@@ -61,8 +61,8 @@ def clipped(adv: float, ratio: float, low: float, high: float, dual: float | Non
 
 
 def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
-    """Loss, and its derivative by the log-prob:
-    of the clipped kinds by way of the clamped ratio."""
+    """Loss, and its derivative by the log-prob: of the clipped kinds by way
+    of the clamped ratio."""
     clip = config.clip
     ratio = math.exp(clamp(log_ratio, 20.0))
     if config.policy_loss == "cispo" and not replayed:
@@ -160,8 +160,8 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """sums: name -> (sum, count, sum of absolute terms). grads: per token (gradient,
-    sum of its absolute parts)."""
+    """sums: name -> (sum, count, sum of absolute terms).
+    grads: per token (gradient, sum of its absolute parts)."""
 
     sums: dict[str, list[float]]
     maxima: dict[str, float]
@@ -195,8 +195,8 @@ def expected(case: Case) -> Expected:
 
 
 def check(result, case: Case, want: Expected, precision: float, floor: float = 0.0) -> None:
-    """Asserts that a TokenLoss is right,
-    to `precision` times the absolute terms of each sum plus `floor`."""
+    """Asserts that a TokenLoss is right, to `precision` times the absolute terms
+    of each sum plus `floor`."""
 
     def close(ours: float, value: float, scale: float, what: str) -> None:
         assert abs(ours - value) <= precision * (abs(scale) + floor), f"{what}: {ours} is not {value}"

@@ -100,8 +100,8 @@ class Run:
 
 
 def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Parameter -> its moments, whole:
-    a sharded optimizer's put together by a sum over the data-parallel ranks."""
+    """Parameter -> its moments, whole: a sharded optimizer's put together
+    by a sum over the data-parallel ranks."""
     moments = {}
     for part in policy.state.optimizer.chained_optimizers:
         if not hasattr(part, "gbuf_ranges"):

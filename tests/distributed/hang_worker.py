@@ -45,8 +45,8 @@ def stop(number: int) -> Callable[[int], None]:
 
 
 def write_for_ever(rank: int) -> None:
-    """As with the hanging storage of one node:
-    the process writing its part of a checkpoint never ends."""
+    """As with the hanging storage of one node: the process writing its part
+    of a checkpoint never ends."""
     agreement = Agreement(None, DEADLINE_S)
     write = lambda: time.sleep(3600 if rank == 1 else 0) or []  # noqa: E731
     pending = PendingSave(agreement, Path("folder"), write, lambda results: None, background=True)

@@ -54,8 +54,8 @@ def impatient() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """roles: of the nodes, one letter each. troubles: node -> its fault. of_node:
-    node -> its own words."""
+    """roles: of the nodes, one letter each. troubles: node -> its fault.
+    of_node: node -> its own words."""
 
     roles: str
     overrides: Sequence[str]

@@ -122,8 +122,8 @@ def test_values_returns_and_whitened_advantages_are_those_of_one_process(results
     got, expected = results[case]["estimates"], results["tp1/whole"]["estimates"]
     assert got.keys() == expected.keys() and len(got) == 3 * 32
     for name, row in expected.items():
-        # values of order 1 from 4 layers of float32;
-        # returns and advantages are sums of up to 24 of them
+        # values of order 1 from 4 layers of float32; returns and advantages are sums of up
+        # to 24 of them
         torch.testing.assert_close(got[name], row, rtol=1e-5, atol=1e-5, msg=name)
 
 

@@ -176,8 +176,8 @@ def test_only_adapters_are_saved_resumed_bit_for_bit_and_merged_at_the_end(input
 
 
 def test_launch_local_starts_the_ranks_of_a_run_that_fine_tunes(whole, inputs, tmp_path, capfd):
-    """Two tensor-parallel ranks: stopped, resumed,
-    and up to rounding the same losses as one rank."""
+    """Two tensor-parallel ranks: stopped, resumed, and up to rounding the same losses
+    as one rank."""
     run = RunFolder(tmp_path / "run").create()
     config = load_and_validate(
         None,

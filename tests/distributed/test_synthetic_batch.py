@@ -1,5 +1,5 @@
-"""A run on synthetic batches, without a server:
-the same numbers on one rank and two tensor-parallel ones."""
+"""A run on synthetic batches, without a server: the same numbers on one rank
+and two tensor-parallel ones."""
 
 import json
 from pathlib import Path

@@ -172,8 +172,8 @@ class Ranks:
             self.processes.append(process)
 
     def order(self, order: object, ranks: Sequence[int] | None = None) -> list[tuple]:
-        """Give an order to these ranks (all) and collect their answers: ("ok",
-        report) or (error, seconds)."""
+        """Give an order to these ranks (all) and collect their answers:
+        ("ok", report) or (error, seconds)."""
         pipes = self.pipes if ranks is None else [self.pipes[rank] for rank in ranks]
         for pipe in pipes:
             pipe.send(order)
@@ -212,8 +212,8 @@ class Trainer(Ranks):
 
 
 class Server:
-    """A stand-in server process, to be killed and started again at the same address. watcher:
-    gets its events."""
+    """A stand-in server process, to be killed and started again at the same address.
+    watcher: gets its events."""
 
     def __init__(self, watcher: Connection | None = None, **faults: object) -> None:
         self._watcher = watcher

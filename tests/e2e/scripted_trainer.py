@@ -1,7 +1,8 @@
 """The trainer as launch starts it, with a rollout computed from its draws, and a signal to itself.
 
-python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS... STEP: after its metrics rank 0
-gets the signal NAME
+python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS...
+
+STEP: after its metrics rank 0 gets the signal NAME.
 
 NAME may also be an end in mid-step after that, with three groups of its gen batch finished.
 `asked`: a SIGTERM; `asked_and_lost`: a SIGTERM and then a failure of the servers; `exhausted`: a

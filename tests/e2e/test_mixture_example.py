@@ -34,8 +34,8 @@ def test_the_reward_climbs_and_so_does_the_held_out_accuracy(metrics):
 
 
 def test_the_trainer_takes_the_servers_experts_and_so_computes_its_log_probs(metrics):
-    """In float32 both choose alike, but near ties.
-    The bounds are those of the dense demo (test_program.py)."""
+    """In float32 both choose alike, but near ties. The bounds are those
+    of the dense demo (test_program.py)."""
     for line in steps(metrics):
         # the second optimizer step meets moved weights
         assert 0.0 <= line["actor/router_mismatch"] < 0.1

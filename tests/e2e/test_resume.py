@@ -120,8 +120,8 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of models and optimizers, read by torch only; the critic's too,
-    if there is one."""
+    """Every tensor of models and optimizers, read by torch only;
+    the critic's too, if there is one."""
     tensors = {}
     for part in (path for path in (checkpoint / "megatron", checkpoint / "critic") if path.is_dir()):
         reader = FileSystemReader(part)

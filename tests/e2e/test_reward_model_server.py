@@ -70,8 +70,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
 
 
 def expected_scores(path: Path) -> list[float]:
-    """transformers' scores of the last token,
-    in the chat template of the classifier's own tokenizer."""
+    """transformers' scores of the last token, in the chat template
+    of the classifier's own tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     is_critic = "Token" in json.loads((path / "config.json").read_text())["architectures"][0]
     kind = AutoModelForTokenClassification if is_critic else AutoModelForSequenceClassification

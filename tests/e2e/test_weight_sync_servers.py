@@ -184,8 +184,8 @@ def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: 
 def expected(
     model_path: Path, generation: Generation, offset: int = 0, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """[tokens]: log-probs by the weights of each token's version; with an offset,
-    of an earlier one's."""
+    """[tokens]: log-probs by the weights of each token's version;
+    with an offset, of an earlier one's."""
     labels = torch.from_numpy(generation.weight_versions)
     values = torch.full(labels.shape, torch.nan, dtype=dtype)
     for version in labels.unique().tolist():
@@ -300,8 +300,8 @@ class Growing:
 
 
 def test_a_run_takes_in_a_server_that_comes_later_and_outlives_the_one_it_began_with(model_path, servers, tmp_path):
-    """The second server was killed above:
-    it is restarted while the run begins with the first one."""
+    """The second server was killed above: it is restarted while the run begins
+    with the first one."""
     rows = [{"prompt": f"{a}+{b}=", "label": "0", "data_source": "any"} for a in range(10) for b in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(

@@ -26,8 +26,8 @@ from tests.distributed.weight_sync_world import serve_orders
 
 
 class DeadlyClient(SGLangClient):
-    """Kills its server, with all of its processes,
-    while the update number `fatal_update` is on its way."""
+    """Kills its server, with all of its processes, while the update number `fatal_update` is
+    on its way."""
 
     def __init__(self, url: str, key: str, pid: int, fatal_update: int) -> None:
         super().__init__(url, key)

@@ -37,8 +37,8 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Target:
-    """survives_quick(mutant, folder for files):
-    whether token-by-token arithmetic sees no difference.
+    """survives_quick(mutant, folder for files): whether token-by-token arithmetic sees no
+    difference.
 
     tests: files of which one must fail for every mutant but the equivalent ones (name -> why
     nothing can differ). beyond: beginnings of names of mutants that are invisible to plain
@@ -94,8 +94,8 @@ def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
 
 
 def passes(check: Callable[[types.ModuleType], None]) -> Callable[[Mutant | Unchanged, Path], bool]:
-    """Gives the mutant's module to a check,
-    which raises on any difference from plain arithmetic."""
+    """Gives the mutant's module to a check, which raises on any difference
+    from plain arithmetic."""
 
     def survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
         name = "megatron_dapo.algorithms.mutant"
@@ -137,8 +137,8 @@ def _in_place_of_the_original(mutated: types.ModuleType) -> Iterator[None]:
 
 
 def triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
-    """Launches the mutant in the interpreter, which must be on, in a process of its own:
-    it may write anywhere."""
+    """Launches the mutant in the interpreter, which must be on,
+    in a process of its own: it may write anywhere."""
     if isinstance(mutant, Unchanged):  # here, so that every fork has its imports and caches
         return _triton_survives(mutant, folder)
     return in_a_fork(lambda: _triton_survives(mutant, folder))

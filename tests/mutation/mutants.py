@@ -32,8 +32,8 @@ LEFT_OUT = {"detach", "abs", "clamp", "expm1", "square"}  # x.f(...) or module.f
 
 @dataclass(frozen=True)
 class Mutant:
-    """name: top-level statement, expression before and after; unique in a file,
-    stable when lines move.
+    """name: top-level statement, expression before and after;
+    unique in a file, stable when lines move.
 
     kind: comparison, sign, extremum, or other.
     """

@@ -340,8 +340,8 @@ BUGS = (
 def run(parts: Sequence[str] = ()) -> int:
     """Put in every bug with one of the parts in its name, and return the number no test notices.
 
-    Raises RuntimeError if a test fails in the unchanged tree, or cannot be run:
-    then its failure means nothing.
+    Raises RuntimeError if a test fails in the unchanged tree,
+    or cannot be run: then its failure means nothing.
     """
     bugs = [bug for bug in BUGS if not parts or any(part in bug.name for part in parts)]
     started = time.monotonic()

@@ -23,8 +23,8 @@ from tests.helpers import REPOSITORY
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")
 TAIL = 2500  # characters of each log that a failure shows
 PATIENCE_S = 900
-"""For a test to wait for Slurm and jobs:
-several times their duration beside other work on two cores."""
+"""For a test to wait for Slurm and jobs: several times their duration beside other work
+on two cores."""
 
 SMALL_STEPS = (
     # 200 held-out prompts before and after each run would take longer than its steps

@@ -53,8 +53,8 @@ exec "$@"
 
 
 class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
-    """Six steps with a server on the third node.
-    After two steps comes Slurm's signal before the limit."""
+    """Six steps with a server on the third node. After two steps comes Slurm's signal
+    before the limit."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -52,8 +52,8 @@ def aggregate(losses, mask, mode):
 
 
 def random_case(seed: int, b: int = 5, s: int = 8, dtype=torch.float64):
-    """Every sequence has a counted token;
-    log-ratios and advantages wide enough for every branch."""
+    """Every sequence has a counted token; log-ratios and advantages wide enough
+    for every branch."""
     rng = torch.Generator().manual_seed(seed)
     rand = lambda: torch.randn(b, s, generator=rng, dtype=torch.float64)  # noqa: E731
     mask = (torch.rand(b, s, generator=rng) < 0.6).double()

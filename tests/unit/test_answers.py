@@ -1,5 +1,5 @@
-"""avg@n, pass@k, maj@n and their intervals,
-against implementations that share nothing with ours."""
+"""avg@n, pass@k, maj@n and their intervals, against implementations that share nothing with
+ours."""
 
 import statistics
 from fractions import Fraction

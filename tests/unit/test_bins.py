@@ -38,8 +38,8 @@ def rectangle(lengths: list[int], pad_multiple: int) -> int:
 
 
 def total_cost(samples: list[TrainSample], cost: CostModel) -> float:
-    """Return the costs added one after the other,
-    with the program's rounding in every version of Python."""
+    """Return the costs added one after the other, with the program's rounding
+    in every version of Python."""
     total = 0.0
     for sample in samples:
         total += cost(sample.length)

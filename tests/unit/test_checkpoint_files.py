@@ -199,8 +199,8 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path_factory, steps, keep_las
 
 
 def test_damaged_ones_that_a_resume_skipped_count_for_nothing(tmp_path):
-    """Resumed after 2, since 7 and 9 are damaged;
-    beside 2 only the checkpoint of step 3 is whole."""
+    """Resumed after 2, since 7 and 9 are damaged; beside 2 only the checkpoint
+    of step 3 is whole."""
     made(tmp_path, 1, 2, 3, 7, 9)
     assert retire(tmp_path / "step_000003", keep_last=2, keep_every=None) == [tmp_path / "step_000001"]
     assert [path.name[-1] for path in newest_first(tmp_path)] == ["9", "7", "3", "2"]

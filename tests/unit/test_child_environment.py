@@ -39,8 +39,8 @@ def server_environment(host: str = "127.0.0.1") -> dict[str, str]:
 
 
 def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
-    """OpenBLAS starts them at the import of numpy,
-    and SGLang imports it before it makes its processes."""
+    """OpenBLAS starts them at the import of numpy, and SGLang imports it
+    before it makes its processes."""
     environment = cpu_server.server_environment({**os.environ, "OPENBLAS_NUM_THREADS": "4"})
     assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
 

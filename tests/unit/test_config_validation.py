@@ -10,8 +10,8 @@ from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
 
-# Each row: overrides that make one mistake, and words its one sentence must hold (keys, values,
-# the cure).
+# Each row: overrides that make one mistake,
+# and words its one sentence must hold (keys, values, the cure).
 OVERLONG_ON = "overlong.enable=true"
 SAMPLING_ON = "sampling.enable=true"
 SPREAD = "sampling.enable=true sampling.filter_mode=acc"

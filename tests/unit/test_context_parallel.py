@@ -128,8 +128,8 @@ def test_the_layers_of_a_micro_batch_share_its_cut():
 
 @pytest.mark.parametrize(("report_stale", "num_gathers"), [(False, 0), (True, 1)])
 def test_log_probs_are_put_together_only_for_the_comparison_that_reads_them(monkeypatch, report_stale, num_gathers):
-    """For a loss summed by the heads,
-    only every other micro-batch needs two sums over the ranks."""
+    """For a loss summed by the heads, only every other micro-batch needs two sums over the
+    ranks."""
     gathered = []
 
     def gather(parts: torch.Tensor, part: torch.Tensor, group: Group) -> None:

@@ -138,8 +138,8 @@ def test_a_sample_over_the_critics_cap_is_an_error_that_names_it(layout, model_p
 
 
 def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(layout, model_path, tmp_path):
-    """Of a training checkpoint the critic's own folder counts; without one,
-    the policy lends its body."""
+    """Of a training checkpoint the critic's own folder counts;
+    without one, the policy lends its body."""
     megatron = load_config(None, []).actor_rollout_ref.actor.megatron
     spec = read_model_spec(model_path)
     policy = build_model(spec, layout, megatron)
@@ -174,8 +174,8 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reloaded_critic_continues_to_the_bit(layout, any_model_path, tmp_path, dtype):
-    """In bfloat16 its float32 copies come back too:
-    weights by themselves would begin with rounded values."""
+    """In bfloat16 its float32 copies come back too: weights by themselves would begin
+    with rounded values."""
     critic, shard = scored(layout, any_model_path, dtype)
     critic.update(shard)
     training = {"optimizer": critic.state.optimizer, "lr_schedule": critic.state.lr_schedule}

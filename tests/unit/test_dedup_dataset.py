@@ -1,5 +1,5 @@
-"""dedup_dataset: the rows kept by the program, unchanged, in bounded memory; or one sentence,
-no file."""
+"""dedup_dataset: the rows kept by the program, unchanged, in bounded memory;
+or one sentence, no file."""
 
 import json
 import os

@@ -111,8 +111,8 @@ def test_every_test_on_a_page_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_function_that_is_named_with_its_file_exists(page):
-    """As in `megatron_dapo/trainer.py: train`,
-    with several names after one file separated by commas."""
+    """As in `megatron_dapo/trainer.py: train`, with several names
+    after one file separated by commas."""
     missing = []
     for file, names in re.findall(rf"`((?:{FOLDERS})/[\w/]+\.py): ([\w., ]+)`", text_of(page)):
         known = definitions(ROOT / file) if (ROOT / file).is_file() else set()

@@ -29,8 +29,8 @@ def reported() -> set[str]:
 
 
 def documented() -> set[str]:
-    """In a table the first cells name metrics;
-    a name without a section has that of the one before it."""
+    """In a table the first cells name metrics; a name without a section has that
+    of the one before it."""
     names = set()
     for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## All of them")[2].splitlines():
         section = ""

@@ -57,8 +57,8 @@ def finish(drawing: Drawing, group: Group, outcome: tuple[bool, bool], error: st
 
 
 def test_a_group_that_was_finished_before_its_step_began_is_gone_when_it_is_dropped():
-    """It waited for the group before it.
-    The run's fallback must not keep its tokens until the step's end."""
+    """It waited for the group before it. The run's fallback must not keep its tokens
+    until the step's end."""
     drawing = make_drawing()
     drawing.begin(1, weight_version=1)
     groups = [draw(drawing) for _ in range(10)]

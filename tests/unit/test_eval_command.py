@@ -374,8 +374,8 @@ def test_a_comparison_pairs_the_prompts_and_names_changed_ones(folder, capsys):
 
 
 def test_a_model_of_a_run_is_asked_as_that_run_asks_it(folder, monkeypatch, capsys):
-    """Its config names reward, lengths and files;
-    the servers of the run are not this evaluation's."""
+    """Its config names reward, lengths and files; the servers
+    of the run are not this evaluation's."""
     from megatron_dapo.commands.evaluation import command as module
 
     asked = []

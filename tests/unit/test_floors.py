@@ -36,8 +36,8 @@ OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")
 
 
 def part_of(module: str) -> str | None:
-    """`megatron_dapo.servers.client` -> `servers`;
-    None for other people's modules and for `megatron_dapo` itself."""
+    """`megatron_dapo.servers.client` -> `servers`; None for other people's modules
+    and for `megatron_dapo` itself."""
     names = module.split(".")
     if names[0] == "megatron_dapo":
         return names[1] if len(names) > 1 else None
@@ -97,8 +97,8 @@ def test_every_part_of_the_program_has_a_floor():
 
 
 def test_the_core_imports_nothing_that_stands_beside_it():
-    """Follows from the order of the floors,
-    as long as the parts beside the core are above all of it."""
+    """Follows from the order of the floors, as long
+    as the parts beside the core are above all of it."""
     lowest = min(FLOOR_OF[part] for part in BESIDE)
     assert {part for part, floor in FLOOR_OF.items() if floor >= lowest} == set(BESIDE)
 

@@ -1,5 +1,5 @@
-"""Fusions on a GPU change no gradient: SwiGLU,
-and weight gradients accumulated by their products."""
+"""Fusions on a GPU change no gradient: SwiGLU, and weight gradients accumulated
+by their products."""
 
 import pytest
 import torch

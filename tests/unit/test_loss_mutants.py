@@ -1,5 +1,5 @@
-"""The tests of the loss: plain arithmetic notices every change in it. All of it:
-`make mutation`."""
+"""The tests of the loss: plain arithmetic notices every change in it.
+All of it: `make mutation`."""
 
 import importlib.util
 import os

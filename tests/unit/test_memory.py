@@ -177,8 +177,8 @@ def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
 
 
 def test_every_layout_cures_what_it_shares():
-    """More tensor or pipeline ranks, sequence parallelism, data parallelism, recompute:
-    none needs more memory."""
+    """More tensor or pipeline ranks, sequence parallelism, data parallelism,
+    recompute: none needs more memory."""
 
     def total(*overrides: str) -> float:
         config, spec = recipe("dapo_7b.yaml", *overrides)

@@ -163,8 +163,8 @@ def test_the_load_by_hand():
 
 
 def test_a_step_in_half_precision_leaves_the_bias_by_which_a_router_chooses_to_the_bit(layout, tmp_path):
-    """Megatron converts a model when it wraps it,
-    and its optimizer steps all parameters with a gradient."""
+    """Megatron converts a model when it wraps it, and its optimizer steps all parameters
+    with a gradient."""
     path = make_tiny(tmp_path, "glm4_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS)
     model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
     load_hf_weights(model, path, layout)

@@ -90,8 +90,8 @@ def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(
 
 @pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
 def test_on_policy_tokens_keep_their_loss_and_their_metrics(mode):
-    # ratios 1.5 (clipped above, A > 0), 0.5 (clipped below), 4 (dual clip), 1 on-policy; 5, 0.1,
-    # 6 replayed
+    # ratios 1.5 (clipped above, A > 0), 0.5 (clipped below), 4 (dual clip), 1 on-policy;
+    # 5, 0.1, 6 replayed
     advantages, ratios = [1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0], [1.5, 0.5, 4.0, 1.0, 5.0, 0.1, 6.0]
     log_probs, batch = batch_of(advantages, ratios, exp_mask=[0, 0, 0, 0, 1, 1, 1])
     _, grad, shown = loss_of(log_probs, batch, off_policy=OffPolicy(mode))

@@ -98,8 +98,8 @@ def test_one_trainer_that_reaches_none_of_several_servers_is_blamed_itself():
 
 
 class Nvml:
-    """The driver's library as far as it is asked;
-    a question with a missing answer is not supported."""
+    """The driver's library as far as it is asked; a question
+    with a missing answer is not supported."""
 
     class NVMLError(Exception): ...
 

@@ -192,8 +192,8 @@ def test_files_have_short_names_that_tell_them_apart():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """For a controller; with files of the prompts p1, p3 ... and p0, p2 ...,
-    each a data source of its own."""
+    """For a controller; with files of the prompts p1, p3 ...
+    and p0, p2 ..., each a data source of its own."""
     for made in rollout_folder(tmp_path, monkeypatch):
         for name, numbers in (("odd", range(1, 40, 2)), ("even", range(0, 40, 2))):
             rows = [{"prompt": f"p{number}", "label": "right", "data_source": name} for number in numbers]

@@ -85,8 +85,8 @@ def test_slime_rows_become_prompts(write):
 
 
 def test_extra_info_of_parquet_is_what_a_checkpoint_gives_back(tmp_path):
-    """A prompt that waits goes through JSON:
-    its reward function must see the same before and after a resume."""
+    """A prompt that waits goes through JSON: its reward function must see the same
+    before and after a resume."""
     extra_info = {
         "when": datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
         "day": date(2026, 1, 2),

@@ -423,8 +423,8 @@ def test_requests_have_ids_of_one_length_of_which_none_begins_another():
 
 
 def test_thirty_pushes_and_twenty_losses_in_flight_leave_every_label_right():
-    """Losses are closed sockets here;
-    of processes that are killed: tests/e2e/test_elastic_servers.py."""
+    """Losses are closed sockets here; of processes that are killed:
+    tests/e2e/test_elastic_servers.py."""
     lengths = random.Random(3)
 
     async def scenario():

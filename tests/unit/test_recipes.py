@@ -155,8 +155,8 @@ PUBLISHED = {
     "actor_rollout_ref.actor.optim.betas": (0.9, 0.999),
     "reward.function": "math_dapo",
 }
-# Trainer nodes, server nodes, (TP, PP, DP), servers, GPUs per server:
-# all GPUs of 8 per node are used.
+# Trainer nodes, server nodes, (TP, PP, DP), servers,
+# GPUs per server: all GPUs of 8 per node are used.
 NODES = {"dapo_32b.yaml": (8, 8, (8, 2, 4), 16, 4), "dapo_7b.yaml": (1, 1, (4, 1, 2), 8, 1)}
 # Changes made by sampling beside training: steps of a quarter of the size, four times the number.
 # Also the split of the nodes, and the allowed age of a group.

@@ -44,8 +44,8 @@ KINDS_OF = {
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
-    """Three steps with answers, tokens, validation, a checkpoint, a machine and an end:
-    the page's whole input."""
+    """Three steps with answers, tokens, validation, a checkpoint,
+    a machine and an end: the page's whole input."""
     run = write_run(tmp_path / "run", num_steps=3)
     write_validation(run, 3, [1, 4])
     run.checkpoint(2).mkdir(parents=True)
@@ -55,8 +55,8 @@ def run(tmp_path) -> RunFolder:
 
 
 def in_metrics(**values: object):
-    """Change these values in the record of step 1.
-    Text that begins with = is put there as it stands."""
+    """Change these values in the record of step 1. Text that begins with = is put there
+    as it stands."""
 
     def damage(run: RunFolder) -> None:
         first, *lines = run.metrics.read_text().splitlines()

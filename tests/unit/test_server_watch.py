@@ -110,8 +110,8 @@ def test_one_that_a_push_left_out_and_that_answers_is_left_alone(started, tmp_pa
 
 
 def test_one_that_a_push_left_out_must_also_generate_once_it_goes_on(started, answer, tmp_path, monkeypatch, caplog):
-    """While it is paused its scheduler may answer,
-    though its GPUs wait for a dead member of the group."""
+    """While it is paused its scheduler may answer, though its GPUs wait for a dead member
+    of the group."""
     monkeypatch.setattr(server_watch, "GENERATE_LIMIT_S", 3600.0)
     servers, run = started(AN_HOUR), RunFolder(tmp_path / "run")
     answer(PAUSED)

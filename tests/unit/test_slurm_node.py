@@ -153,8 +153,8 @@ def task(tmp_path):
 
 
 def test_a_failed_trainer_waits_for_the_end_records_of_its_peers(plan, monkeypatch):
-    """Otherwise Slurm would end them at once,
-    and a process killed for want of memory would not be named."""
+    """Otherwise Slurm would end them at once, and a process killed for want
+    of memory would not be named."""
     plan = replace(plan, trainer_nodes=("t1", "t2"))
     monkeypatch.setattr(node.Orders, "SIGNALS", ())
     monkeypatch.setattr(node, "_POLL_INTERVAL_S", 0.01)

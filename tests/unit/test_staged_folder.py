@@ -1,5 +1,5 @@
-"""A folder appears whole or not at all;
-of two processes writing the same one the second is refused."""
+"""A folder appears whole or not at all; of two processes writing the same one the second is
+refused."""
 
 import os
 import subprocess

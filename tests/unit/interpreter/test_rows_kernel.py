@@ -115,8 +115,8 @@ def test_gradient_is_that_of_float64(with_entropy, dtype, out_dtype):
     out = torch.empty(logits.shape, dtype=out_dtype)
     row_gradient(logits, inv_temperature, targets, merged, g_lp, g_h, out, tiles=TILES)
     expected = oracle_gradient(logits, inv_temperature, targets, g_lp, g_h)
-    # an element is a difference of terms near 1;
-    # a float32 probability is right to |log p| < 64 roundings
+    # an element is a difference of terms near 1; a float32 probability is right
+    # to |log p| < 64 roundings
     rounding = torch.finfo(out_dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=64 * EPS)
 

@@ -1,5 +1,5 @@
-"""The tests of the loss kernel notice a changed comparison, sign or extremum. All:
-`make mutation`."""
+"""The tests of the loss kernel notice a changed comparison, sign or extremum.
+All: `make mutation`."""
 
 import functools
 import tempfile
