@@ -1,1 +1,2 @@
-"""Tests in layers: unit, distributed (several processes), e2e (a real server), and gpu, which need a CUDA GPU."""
+"""Tests in layers: unit, distributed (several processes), e2e (a real server),
+and gpu (CUDA only)."""

@@ -1,4 +1,5 @@
-"""Advantages by their papers, in plain numbers: one response of a group, or the counted tokens of one response."""
+"""Advantages by their papers, in plain numbers, for one response of a group
+or its counted tokens."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, stdev
@@ -47,8 +48,8 @@ OF_TOKENS: dict[str, Callable[[Numbers, Numbers, float, float], np.ndarray]] = {
 def gae_by_definition(
     rewards: Numbers, values: Numbers, mask: Numbers, done: Numbers, last_value: float, gamma: float, lam: float
 ) -> np.ndarray:
-    """arXiv 1506.02438, eq. 16 as it stands: A_t = sum_l (gamma lam)^l delta_(t+l), to the end of the episode, in the
-    sequence of the steps that count."""
+    """arXiv 1506.02438, eq. 16 as it stands: A_t = sum_l (gamma lam)^l delta_(t+l). The sum runs to
+    the end of the episode, over counted steps only."""
     advantages = np.zeros(len(rewards))
     counted = [t for t in range(len(rewards)) if mask[t]]
     for place, t in enumerate(counted):
@@ -65,13 +66,14 @@ def gae_by_definition(
 
 
 def one_episode(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> np.ndarray:
-    """The same where every token counts and the last one ends it."""
+    """The same with every token counted, the last one ending the episode."""
     num = len(rewards)
     return gae_by_definition(rewards, values, [True] * num, [False] * num, 0.0, gamma, lam)
 
 
 def check_group_estimators(module: ModuleType) -> None:
-    """Raise AssertionError unless the functions of `algorithms/estimators.py` equal the plain ones."""
+    """Raise AssertionError unless the functions
+    of `algorithms/estimators.py` equal the plain ones."""
     rng = np.random.default_rng(0)
     for num in (1, 2, 3, 8):
         rewards, lengths = rng.normal(size=num).tolist(), list(range(num))  # one response is empty
@@ -94,12 +96,12 @@ def check_token_estimators(module: ModuleType) -> None:
         _check_gae(module, rewards, values, mask, done, 0.5)
         advantages, _ = module.gae(torch.tensor(rewards), torch.tensor(values), gamma=0.9, lam=0.8)
         np.testing.assert_allclose(advantages, one_episode(rewards, values, 0.9, 0.8), rtol=1e-9, atol=1e-12)
-        mask[:3] = [True, False, False][:num]  # of the first response the first token alone
+        mask[:3] = [True, False, False][:num]  # only the first token of the first response
         _check_packed(module, rewards, values, mask, np.arange(num) // 3)
 
 
 def _check_gae(module: ModuleType, rewards, values, mask, done, last_value: float) -> None:
-    """With NaN where nothing counts."""
+    """With NaN at all uncounted places."""
     columns = [torch.tensor(np.where(mask, column, np.nan)) for column in (rewards, values)]
     flags = {"mask": torch.tensor(mask), "done": torch.tensor(done), "last_value": torch.tensor(last_value)}
     wanted = gae_by_definition(rewards, values, mask, done, last_value, 0.9, 0.8)
@@ -109,7 +111,7 @@ def _check_gae(module: ModuleType, rewards, values, mask, done, last_value: floa
 
 
 def _check_packed(module: ModuleType, rewards, values, mask, segments) -> None:
-    """In one row with responses before and after, of which some have no token that counts."""
+    """In one row with responses before and after, some without a counted token."""
     row = [torch.tensor(column)[None] for column in (rewards, mask, values)]
     num_segments = int(segments[-1]) + 1
     is_end = module.last_counted(row[1], torch.tensor(segments)[None], num_segments)

@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels as production launches them, for GPUs that need not be there, and reads what came out.
+"""Compiles the Triton kernels as production launches them, for GPUs that need not be there, and
+reads the machine code.
 
-The wrappers run as they are, on tensors of production shapes without memory (torch's meta device); where a kernel would
-be launched it is compiled, by Triton's own compiler and the assembler it brings, into machine code that is taken apart.
+The wrappers run as they are, on tensors of production shapes without memory (torch's meta device).
+A launch compiles the kernel instead, with Triton's own compiler and assembler, and takes its
+machine code apart.
 
     python -m tests.ahead_of_time > tests/compile/ahead_of_time.json     # writes the table that the tests compare with
 """
@@ -33,11 +35,13 @@ from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_g
 from tests.token_loss_oracle import BYPASS, EVERYTHING
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
-SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}  # bytes that one program can have
-# model: hidden size, one rank's share of the vocabulary; GPT-2's stands for vocabularies of an odd number
+# bytes that one program can have
+SHARED_MEMORY = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+# model: hidden size, one rank's share of the vocabulary;
+# GPT-2's stands for vocabularies of an odd number
 SHAPES = {"0.5B": (896, 151936), "7B": (3584, 152064), "32B, TP 8": (5120, 19008), "GPT-2": (768, 50257)}
 CHUNK = 4096
-# instructions that tell what became of a kernel, as machine code spells them
+# telltale instructions, as machine code spells them
 INSTRUCTIONS = {
     "wide_loads": r"LDG\.E\S*\.128",
     "wide_stores": r"STG\.E\S*\.128",
@@ -46,8 +50,9 @@ INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """Of one kernel: registers per thread, bytes of them spilled to memory (stores and loads), bytes of shared memory
-    per program, and how many instructions of each kind the machine code has."""
+    """One kernel: registers per thread, bytes of them spilled to memory (stores and loads), bytes
+    of shared memory per program. And the number of instructions of each kind in the machine
+    code."""
 
     registers: int
     spilled: int
@@ -56,7 +61,7 @@ class Compiled:
     wide_stores: int
 
     def as_row(self) -> dict[str, int]:
-        """Without the instructions that it does not have."""
+        """Without absent instructions."""
         return {key: value for key, value in asdict(self).items() if value or key not in INSTRUCTIONS}
 
 
@@ -133,7 +138,7 @@ CASES: dict[str, Callable[[], object]] = {
         LossConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full"), "rollout_log_probs"
     ),
 }
-# sm_90 is what the kernels are laid out for; elsewhere one of each kind says whether they compile
+# the kernels are laid out for sm_90; elsewhere one of each kind says whether they compile
 _ELSEWHERE = (
     "row statistics, 32B TP 8, fp32",
     "row gradient, 32B TP 8, fp32 to bf16",
@@ -144,7 +149,8 @@ COMPILED = [("sm_90", name) for name in CASES] + [(sm, name) for sm in ("sm_80",
 
 
 class _AbsentGpu:
-    """Stands in for Triton's driver. The device is numbered like its architecture: Triton keeps kernels per device."""
+    """Stands in for Triton's driver. The device is numbered like its architecture: Triton keeps
+    kernels per device."""
 
     def __init__(self, architecture: str) -> None:
         self._number = int(architecture.removeprefix("sm_"))
@@ -161,7 +167,8 @@ class _AbsentGpu:
 
 @contextlib.contextmanager
 def _compiling_for(architecture: str) -> Iterator[list]:
-    """Launches compile instead; (compiled kernel, what the assembler said) are collected in the list."""
+    """Launches compile instead; pairs (compiled kernel, output
+    of the assembler) go into the list."""
     compiled, run = [], JITFunction.run
 
     def compile_instead(self, *args, grid, warmup=False, **kwargs):
@@ -179,14 +186,15 @@ def _compiling_for(architecture: str) -> Iterator[list]:
 
 
 def compile_case(architecture: str, name: str) -> dict[str, Compiled]:
-    """By kernel, what launching this case makes."""
+    """The kernels that this case launches, by name."""
     with _compiling_for(architecture) as kernels:
         CASES[name]()
     assert kernels, f"{name} launches nothing"
     return {kernel.metadata.name: _taken_apart(kernel, log.getvalue()) for kernel, log in kernels}
 
 
-_KNOWN: dict[str, Compiled] = {}  # Triton compiles a kernel once per process: two shapes may share one
+# Triton compiles a kernel once per process: two shapes may share one
+_KNOWN: dict[str, Compiled] = {}
 
 
 def _taken_apart(kernel, log: str) -> Compiled:
@@ -210,7 +218,7 @@ def _output(*command: str) -> str:
 
 
 def tools() -> dict[str, str]:
-    """What register counts depend on."""
+    """The versions behind the register counts."""
     names = ("ptxas", "ptxas_blackwell")
     return {"triton": triton.__version__} | {name: getattr(triton.knobs.nvidia, name).version for name in names}
 

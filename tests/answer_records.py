@@ -1,4 +1,4 @@
-"""A kept answer, as `eval` and a run's evaluations write it."""
+"""A kept answer, as `eval` and a run's validation write it."""
 
 ANSWER = {
     "step": 1,

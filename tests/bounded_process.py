@@ -1,4 +1,4 @@
-"""A function in a process that may take so much memory and time and no more: what hangs or grows is ended there."""
+"""A function in a process with bounds on memory and time: a hang or a leak ends there."""
 
 import os
 import resource
@@ -9,21 +9,23 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MEMORY = 1 << 30  # bytes beyond what the process has from the start
+MEMORY = 1 << 30  # bytes beyond those at the process's start
 CPU_S = 60  # the page of a small run takes one
 ASLEEP_S = 120  # waiting for a pipe, it takes no CPU time at all
 
 
 @dataclass(frozen=True)
 class Ended:
-    """code: what the function returned; negative: the signal that ended the process. error: its standard error."""
+    """code: the function's result; negative: the signal that ended the process.
+    error: its standard error."""
 
     code: int
     error: str
 
 
 def run_bounded(function: Callable[[], int], memory: int = MEMORY) -> Ended:
-    """Call a function in a fork of this process, and return how it ended: 1 after an exception, with the traceback."""
+    """Call a function in a fork of this process, and return how it ended: 1 after an exception,
+    with the traceback."""
     with tempfile.TemporaryFile("w+", errors="replace") as error:
         child = os.fork()
         if child == 0:

@@ -1,4 +1,5 @@
-"""A headless Chromium for tests, steered through a pipe by its own protocol: no port, no driver, no package."""
+"""A headless Chromium for tests, steered through a pipe by its own protocol: no port, no driver,
+no package."""
 
 import base64
 import itertools
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-# what it would otherwise do by itself
+# no activity of its own
 _QUIET = (
     "--headless",
     "--no-sandbox",
@@ -31,7 +32,8 @@ _WAIT_S = 60.0
 
 
 class Browser:
-    """One tab. requests: addresses that it asked for; errors: what its console and its scripts complained of."""
+    """One tab. requests: addresses that it asked for;
+    errors: complaints of its console and scripts."""
 
     def __init__(self, profile: Path) -> None:
         to_browser, from_us = os.pipe()
@@ -61,7 +63,7 @@ class Browser:
             self.command(f"{domain}.enable")
 
     def command(self, method: str, **parameters: Any) -> dict:
-        """Return the answer to a command of the protocol. AssertionError where it fails."""
+        """Return the answer to a command of the protocol. AssertionError if it fails."""
         number = next(self._numbers)
         message: dict = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -104,13 +106,13 @@ class Browser:
         self.wait_for("document.readyState === 'complete' && document.getElementById('status')?.textContent")
 
     def do(self, script: str) -> Any:
-        """Return the value of a script, or of its promise. AssertionError where it raises."""
+        """Return the value of a script, or of its promise. AssertionError if it raises."""
         answer = self.command("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, condition: str) -> Any:
-        """Return the first value of a script that is not false."""
+        """Return a script's first value other than false."""
         deadline = time.monotonic() + _WAIT_S
         while True:
             if value := self.do(condition):

@@ -1,4 +1,5 @@
-"""A run reduced to its checkpoints: a real process that resumes, counts, and writes them as the trainer does."""
+"""A run reduced to its checkpoints: a real process that resumes, counts,
+and writes them as the trainer does."""
 
 import hashlib
 import os
@@ -18,7 +19,7 @@ NUM_FILES, FILE_BYTES = 5, 40_000
 
 
 def weights_after(step: int) -> bytes:
-    """What the model of this run is: each step's depends on the one before."""
+    """The model of this run: each step's depends on the one before."""
     state = b"start"
     for number in range(1, step + 1):
         state = hashlib.sha256(state + str(number).encode()).digest()
@@ -57,7 +58,8 @@ def read_weights(folder: Path) -> bytes:
 
 
 def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
-    """Append "resumed STEP" and "saved STEP" to the log; a step has about a millisecond of other work."""
+    """Append "resumed STEP" and "saved STEP" to the log;
+    a step has about a millisecond of other work."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     start = find_start(root, Config(), SingleRank())
     remove_leftovers(root)
@@ -70,7 +72,8 @@ def run(root: Path, log: Path, num_steps: int = 10**9) -> None:
         time.sleep(0.001)
         saver.start(root / f"step_{step:06d}", trainer_state(step), lambda: {"queue": ["group"] * 50})
         if step > start.step + 1:
-            os.write(output, f"saved {step - 1}\n".encode())  # a new one is begun when the last is in its place
+            # a new one is begun when the last is in its place
+            os.write(output, f"saved {step - 1}\n".encode())
         saver.poll()
     saver.finish()
     os.write(output, f"saved {num_steps}\n".encode())

@@ -1,4 +1,5 @@
-"""Overrides of a config with short names for long keys, and the mistakes that the checks find in it."""
+"""Overrides of a config with short names for long keys,
+and the mistakes that the checks find in it."""
 
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError

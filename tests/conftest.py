@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_dapo.common import ends
 from megatron_dapo.common.child_environment import ONE_THREAD
 
-# before torch and transformers are imported, by this process and by those that tests start
+# before any import of torch and transformers, here and in child processes
 os.environ.update(ONE_THREAD)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -29,16 +29,16 @@ hypothesis.settings.register_profile("megatron_dapo", deadline=None, max_example
 hypothesis.settings.load_profile("megatron_dapo")
 
 
-# A test that starts processes has deadlines of its own, which say who is missing. This one catches what they do not,
-# also on a machine that is busy with other work; unit tests have that of pyproject.toml.
+# Tests with processes have deadlines of their own, which name the missing one. This one catches the
+# rest, also on a busy machine; unit tests have that of pyproject.toml.
 PROCESSES_TIMEOUT_S = 1800
 
 TESTS = Path(__file__).resolve().parent
 
-# end-to-end files that take half a minute at most; the others take up to two
+# end-to-end files of half a minute at most; the others take up to two
 SHORT = ("test_classic_control.py", "test_docs.py", "test_server_decode.py", "test_server_options.py")
-# by layer, the files that take longest, the longest first: distributed ones from four minutes to one, unit ones from
-# half a minute to ten seconds, those that mostly wait between those that compute; the others take less
+# by layer, the slowest files, slowest first: distributed ones from four minutes to one, unit ones
+# from half a minute to ten seconds. Waiting ones stand between computing ones; the others take less
 LONG = {
     "distributed": (
         "test_layouts.py",
@@ -87,13 +87,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector from what all test modules have imported: a look through that takes half a second."""
+    """Keep the collector from the imports of all test modules:
+    one look through them takes half a second."""
     gc.freeze()
 
 
 def _mix(items: list[pytest.Item]) -> None:
-    """Put the tests of Slurm, which mostly wait, between those that compute, one class or file of each in turn; the
-    long files first and the short ones last, where they fill what one worker has left to do less than the others."""
+    """Put the Slurm tests, which mostly wait, between computing ones, one class or file of each in
+    turn. Long files come first. Short ones come last and fill the gaps of workers with less to
+    do."""
     jobs: dict[str, list[pytest.Item]] = {}
     others: dict[str, list[pytest.Item]] = {}
     for item in sorted(items, key=_place):
@@ -104,7 +106,7 @@ def _mix(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> int:
-    """Return what the items are sorted by; those of equal places stay in their order."""
+    """Return the sort key of an item; equal places keep their order."""
     layer, name = item.path.relative_to(TESTS).parts[0], item.path.name
     long = LONG.get(layer, ())
     if name in long:
@@ -115,7 +117,7 @@ def _place(item: pytest.Item) -> int:
 
 @pytest.fixture(autouse=True)
 def no_end_on_record() -> None:
-    """What one test's program noted of its end is not the next one's."""
+    """A test's record of its program's end is not the next test's."""
     ends.forget_this_process()
 
 
@@ -126,9 +128,10 @@ def free_port() -> int:
 
 @pytest.fixture
 def default_signals() -> Iterator[None]:
-    """Ctrl-C and a closed terminal end processes again: for tests that send these signals to themselves or to their
-    children. Whoever started the tests may have had them ignored, nohup SIGHUP and a script's `&` SIGINT, and all
-    children inherit that. Not for every test: under nohup the others go on when the terminal is closed."""
+    """Ctrl-C and a closed terminal end processes again, in tests that send these signals to
+    themselves or to children. The starter of the tests may have had them ignored (nohup: SIGHUP; a
+    script's `&`: SIGINT), and all children inherit that. Not for every test: under nohup the others
+    outlive a closed terminal."""
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield

@@ -1,4 +1,4 @@
-"""A training run whose servers are killed while it goes on, and what must hold of it."""
+"""A training run with server kills on the way, and its invariants."""
 
 import os
 import random
@@ -36,8 +36,9 @@ class Servers(Protocol):
 
 
 class StandIns:
-    """Server processes without a model (tests/distributed/weight_sync_server.py), forked from one that has imported
-    everything. A dead one is started again at its URL after a while, drawn with a fixed seed, as if it had to load."""
+    """Server processes without a model (tests/distributed/weight_sync_server.py), forked from one
+    with all imports done. A dead one is started again at its URL after a while, drawn with a fixed
+    seed, as if it had to load."""
 
     def __init__(self, number: int, restart_s: tuple[float, float] = (0.3, 1.5)) -> None:
         self._context = fork_server()
@@ -52,7 +53,7 @@ class StandIns:
         self._processes = [self._started(port) for port in self._ports]
 
     def check(self) -> bool:
-        """Restart those whose time has come. True if all live."""
+        """Restart the due ones. True if all live."""
         for number, process in enumerate(self._processes):
             if process.is_alive():
                 continue
@@ -80,7 +81,8 @@ class StandIns:
 
 @dataclass
 class Kills:
-    """number SIGKILLs to random servers, at random moments of the steps after `first` until `last`."""
+    """number SIGKILLs to random servers, at random moments of the steps
+    after `first` until `last`."""
 
     number: int
     first: int
@@ -105,7 +107,8 @@ class Kills:
             return
         step, wait_s = self._moments[len(self.done)]
         if self._due is None and num_steps >= step:
-            self._due = time.monotonic() + (wait_s if num_steps == step else 0.0)  # at once, where steps overtook it
+            # at once, if steps overtook it
+            self._due = time.monotonic() + (wait_s if num_steps == step else 0.0)
         if self._due is None or time.monotonic() < self._due or not pids:
             return
         os.kill(self._random.choice(list(pids)), signal.SIGKILL)
@@ -114,8 +117,9 @@ class Kills:
 
 
 def train(config: Config, servers: Servers, look: Callable[[int], bool | None] = lambda _: None) -> int:
-    """Train with these servers, which are started here and named in servers.txt of the run folder; the trainer's exit
-    code. look(steps done) is called all the time; once it says True the servers are stopped for good."""
+    """Train with these servers, started here and named in servers.txt of the run folder; the
+    trainer's exit code. look(steps done) is called all the time; once it says True the servers are
+    stopped for good."""
     run = RunFolder.of(config.trainer).create()
     config_file, urls_file = run.logs / "config.yaml", run.path / "servers.txt"
     write_whole(config_file, to_yaml(config))
@@ -146,7 +150,7 @@ def num_lines(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Accounts:
-    """What became of the draws of a run, from its dumped batches and its metrics."""
+    """The account of a run's draws, from its dumped batches and its metrics."""
 
     num_trained: int
     num_filtered: int
@@ -155,8 +159,8 @@ class Accounts:
 
 
 def check_accounts(config: Config, num_steps: int) -> Accounts:
-    """Every uid was trained exactly n times, none was lost or came twice, and no token is older than `max_staleness`
-    allows, or newer than the version that the step was asked for with."""
+    """Every uid was trained exactly n times, none lost or doubled. No token is older than
+    `max_staleness` allows, or newer than the version of the step's request."""
     run, n = RunFolder.of(config.trainer), config.actor_rollout_ref.rollout.n
     records = {record["step"]: record for record in read_metrics(run.metrics) if "actor/loss" in record}
     assert sorted(records)[:num_steps] == list(range(1, num_steps + 1))
@@ -185,7 +189,7 @@ def check_accounts(config: Config, num_steps: int) -> Accounts:
 
 
 def fingerprints(config: Config, num_steps: int) -> dict[int, set[float]]:
-    """Weight version -> the log-probs of its tokens, which a stand-in takes from the weights that it holds."""
+    """Weight version -> the log-probs of its tokens, which a stand-in takes from its weights."""
     run, by_version = RunFolder.of(config.trainer), {}
     for step in range(1, num_steps + 1):
         for group in read_batch(run.batches, step).groups:

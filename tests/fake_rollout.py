@@ -1,4 +1,5 @@
-"""A scripted SGLang server on loopback, a tokenizer of whole words, prompts and rewards: for tests of the rollout."""
+"""A scripted SGLang server on loopback, a tokenizer of whole words, prompts and rewards: for tests
+of the rollout."""
 
 import asyncio
 import json
@@ -43,9 +44,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 class Script:
-    """What all servers of a test answer: the responses of each prompt in turn, from the start again after the last.
+    """The answers of all servers of a test: the responses of each prompt in turn,
+    then from the start again.
 
-    delays: seconds before the next answers, in the order in which requests come; then none.
+    delays: seconds before the next answers, in the order of the requests; then none.
     """
 
     def __init__(self, responses: dict[int, Sequence[str]] | None = None, default: Sequence[str] = MIXED) -> None:
@@ -61,13 +63,14 @@ class Script:
 
 
 class FakeServer:
-    """Speaks the routes that the controller uses. `version`: of its weights. Attributes may be changed at any time.
-    What is asked for ends with the connection of who asked, as in SGLang.
+    """Speaks the routes of the controller. `version`: of its weights. Attributes may be changed at
+    any time. A request ends with its client's connection, as in SGLang.
 
-    failures: HTTP statuses of the next requests, before it answers again; "abort" = a finished abort.
-    hold: while it is not set, answers wait. is_frozen: it does not say how it is, either. is_paused: as SGLang between
-    pause and continue; it says so, and requests wait. is_ill: SGLang's word for itself when no token came in time.
-    num_used_tokens: of the 100 of its cache; None: it does not know the question. num_looks: how often it was asked.
+    failures: HTTP statuses of the next requests, before it answers again; "abort": a finished
+    abort. hold: while it is not set, answers wait. is_frozen: silent about its health too.
+    is_paused: as SGLang between pause and continue; it says so, and requests wait. is_ill: SGLang's
+    word for itself after too long without a token. num_used_tokens: of the 100 of its cache; None:
+    it does not know the question. num_looks: the number of looks at it.
     """
 
     def __init__(self, script: Script, version: int = 1) -> None:
@@ -111,7 +114,7 @@ class FakeServer:
         return self
 
     async def stop(self) -> None:
-        """Close the port and drop what is under way, as a killed server does."""
+        """Close the port and drop all work under way, as a killed server does."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
             await runner.cleanup()
@@ -167,7 +170,7 @@ class FakeServer:
             await asyncio.sleep(0.02)
 
     async def _abort(self, request: web.Request) -> web.Response:
-        """As SGLang does: end every request whose id begins with the given one."""
+        """As SGLang does: end every request with this beginning of its id."""
         beginning = (await request.json())["rid"]
         for request_id, aborted in self._aborted.items():
             if request_id.startswith(beginning):
@@ -216,23 +219,24 @@ async def _ends_before(work: Coroutine, event: asyncio.Event) -> bool:
 
 
 def weights_of(version: int) -> float:
-    """What stands for the weights of a version; unlike the versions they say nothing of themselves."""
+    """The value of a version's weights; versions are mere labels."""
     return 0.001 + (version * 0.6180339887) % 1.0
 
 
 def mislabelled(sample: Sample) -> list[tuple[int, float]]:
-    """The tokens, each as its version and log-prob, that other weights wrote than those of their version."""
+    """The tokens, each as its version and log-prob, from other weights than their version's."""
     pairs = zip(sample.weight_versions.tolist(), sample.rollout_log_probs, strict=True)
     return [(version, log_prob) for version, log_prob in pairs if log_prob != np.float32(-weights_of(version))]
 
 
 class WritingServer(FakeServer):
-    """Writes token by token, at the pace `token_s`, the responses whose lengths `length` draws. It may be pushed to
-    meanwhile. The log-prob of a token is the negative of the weights that wrote it, whatever the version says.
+    """Writes token by token, at the pace `token_s`; `length` draws the responses' lengths. It may
+    be pushed to meanwhile. The log-prob of a token is the negative of its true weights, even under
+    a wrong version.
 
-    As SGLang 0.5.23: a response's spans tell which versions wrote it; an abort ends every request whose id begins with
-    the given one, with the tokens that it has, or without any while `retract` pauses; a prefix that was read under the
-    same salt is read from the cache, with the weights of then.
+    As SGLang 0.5.23: a response's spans tell its versions. An abort ends every request with this
+    beginning of its id, with its tokens so far, or without any while `retract` pauses. A prefix
+    once read under the same salt comes from the cache, with the weights of then.
     """
 
     def __init__(
@@ -248,10 +252,12 @@ class WritingServer(FakeServer):
         self.pause_mode = "retract"
         self.cached: dict[tuple[str | None, tuple[int, ...]], float] = {}  # (salt, prefix) -> weights that read it
         self.num_written: Counter = Counter()  # request -> tokens
-        self.num_old_prefixes = 0  # prefixes that other weights had read than those of the request's first token
+        # prefixes read by other weights than those of the request's first token
+        self.num_old_prefixes = 0
 
     async def push(self, version: int, seconds: float = 0.02, fails: bool = False) -> None:
-        """As the trainer does in two buckets. fails: the second one never comes, and the server goes on."""
+        """As the trainer does in two buckets. fails: the second one never comes,
+        and the server goes on."""
         self.is_paused = True
         await asyncio.sleep(seconds / 2)
         self.version, self.weights = -1, (self.weights + weights_of(version)) / 2
@@ -279,7 +285,7 @@ class WritingServer(FakeServer):
             self._aborted.pop(fields["rid"], None)
 
     async def until_written(self, num_requests: int, num_tokens: int = 5) -> None:
-        """Wait until there are so many tokens of each of the last requests."""
+        """Wait for this number of tokens of each of the last requests."""
         await until(lambda: len(self.requests) >= num_requests)
         await until(
             lambda: all(self.num_written[fields["rid"]] >= num_tokens for fields in self.requests[-num_requests:])
@@ -338,7 +344,8 @@ def write_files(folder: Path, num_prompts: int = 100, num_val: int = 0, extra_in
 
 
 def make_config(folder: Path, servers: Sequence[FakeServer | str], *overrides: str) -> Config:
-    """n = 2, batches of 4 prompts in the order of the file, dynamic sampling on; `fake_rewards` must be importable."""
+    """n = 2, batches of 4 prompts in the order of the file, dynamic sampling on; `fake_rewards`
+    must be importable."""
     urls = [server if isinstance(server, str) else server.url for server in servers]
     return load_config(
         None,
@@ -389,7 +396,7 @@ def run_with_controller(
 
 @contextmanager
 def server_in_thread(script: Script | None = None) -> Iterator[FakeServer]:
-    """A FakeServer whose loop runs beside the test: what is tested blocks."""
+    """A FakeServer with its loop beside the test: the code under test blocks."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -423,7 +430,8 @@ async def needs_sync(batch: Awaitable[RolloutBatch]) -> bool:
 
 
 def rollout_folder(folder: Path, monkeypatch: Any) -> Iterator[Path]:
-    """The body of a fixture: the folder with prompts and importable rewards, for a controller that waits for little."""
+    """The body of a fixture: the folder with prompts and importable rewards,
+    for a controller with short waits."""
     write_files(folder, num_val=3)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)

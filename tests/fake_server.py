@@ -1,4 +1,5 @@
-"""A stand-in for an SGLang server that starts at once: python fake_server.py HOST PORT BEHAVIOUR."""
+"""A stand-in for an SGLang server that starts at once:
+python fake_server.py HOST PORT BEHAVIOUR."""
 
 import http.server
 import json
@@ -13,8 +14,8 @@ CLASSIFY_S = 0.03
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    answers: Path | None = None  # a JSON file: route -> status, none = no answer at all
-    notes: Path | None = None  # the texts that were classified, one per line
+    answers: Path | None = None  # a JSON file: route -> status; None: no answer at all
+    notes: Path | None = None  # the classified texts, one per line
 
     def do_GET(self) -> None:
         statuses = {"/ready": 200} | (json.loads(self.answers.read_text()) if self.answers else {})
@@ -25,7 +26,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_POST(self) -> None:
-        """Classify: a text's score is its first token times 1000 and its last one. What was answered is noted."""
+        """Classify: a text's score is its first token times 1000 and its last one.
+        Answers are noted."""
         texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"]
         time.sleep(CLASSIFY_S)
         body = json.dumps([{"embedding": [1000.0 * text[0] + text[-1]]} for text in texts]).encode()

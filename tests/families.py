@@ -1,5 +1,7 @@
-"""The families that tests run over: one row each. Tests of parity, conversion, layouts, adapters
-and servers derive their lists from these rows."""
+"""The families under test: one row each.
+
+Tests of parity, conversion, layouts, adapters and servers derive their lists from these rows.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a tiny checkpoint that fields of its config.json follow from."""
+    """The sizes of a tiny checkpoint behind fields of its config.json."""
 
     hidden: int
     heads: int
@@ -48,8 +50,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """A family in tests: how its tiny checkpoint is made, and what is known of it without the
-    program."""
+    """A family in tests: the recipe of its tiny checkpoint,
+    and its facts known without the program."""
 
     config: type
     """Class of the configuration in transformers."""
@@ -62,17 +64,17 @@ class TinyFamily:
     all experts in two."""
 
     fields: Callable[[Shape], dict] = lambda shape: {}
-    """Fields of config.json besides those of all families; None = the field is left out."""
+    """Fields of config.json besides those of all families; None: the field is left out."""
 
     rope: dict | None = None
-    """The block rope_parameters, where a test gives no other."""
+    """The default block rope_parameters of tests."""
 
     is_mixture: bool = False
     """Whether layers have experts."""
 
     has_own_layers: bool = False
-    """Whether layers differ from those of other families, so that tests of layouts and rounding run
-    over them."""
+    """Whether its layers differ from other families',
+    so that tests of layouts and rounding run over them."""
 
     cuts_experts: bool = True
     """Whether expert tensor parallelism is supported."""
@@ -84,15 +86,15 @@ class TinyFamily:
     """Last names of the linear modules of a layer."""
 
     num_adapted: Callable[[int], int] | None = None
-    """Number of experts -> modules with an adapter in two layers; None = 7 in each."""
+    """Number of experts -> modules with an adapter in two layers; None: 7 in each."""
 
     parity: dict[str, Options] = field(default_factory=dict)
-    """Name -> checkpoint whose log-probs are compared with those of transformers; {} = one under
-    the family's name."""
+    """Name -> checkpoint compared with transformers by log-probs;
+    {}: one under the family's name."""
 
     converted: dict[str, Options] = field(default_factory=dict)
-    """Name -> checkpoint that is converted and converted back; {} = one under the family's name.
-    bf16 in a name is its type, files stands for several files."""
+    """Name -> checkpoint for a conversion there and back; {}: one under the family's name. bf16 in
+    a name is its type, files stands for several files."""
 
 
 LLAMA3_ROPE = {
@@ -134,7 +136,7 @@ def _deepseek(shape: Shape) -> dict:
     values."""
     latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
     groups = dict(n_group=2, topk_group=shape.experts_per_token // 2, first_k_dense_replace=1)
-    # what DeepSeek's own code and SGLang read, and transformers does not
+    # read by DeepSeek's own code and by SGLang, but not by transformers
     router = dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     heads = dict(num_key_value_heads=shape.heads, head_dim=None)
     return _mixture(shape, "n_routed_experts") | latent | groups | router | heads
@@ -285,8 +287,8 @@ MODULES = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in f
 
 
 def parity_models(*, is_mixture: bool) -> dict[str, Options]:
-    """Return the checkpoints of dense families, or of mixtures, that are compared with
-    transformers. The vocabulary is odd, so that it is padded under tensor parallelism."""
+    """Return the checkpoints of dense families, or of mixtures, for the comparison with
+    transformers. The vocabulary is odd, so it is padded under tensor parallelism."""
     return {
         name: {"family": family, "vocab": 131, **options}
         for family, row in FAMILIES.items()
@@ -296,7 +298,7 @@ def parity_models(*, is_mixture: bool) -> dict[str, Options]:
 
 
 def converted_models() -> dict[str, Options]:
-    """Return the checkpoints that are converted and converted back, with an odd vocabulary."""
+    """Return the checkpoints for a conversion there and back, with an odd vocabulary."""
     return {
         name: {"family": family, "vocab": 131, **options}
         for family, row in FAMILIES.items()
@@ -305,8 +307,8 @@ def converted_models() -> dict[str, Options]:
 
 
 def own_layers(*, is_mixture: bool | None = None) -> tuple[str, ...]:
-    """Return the families whose layers differ from those of others; is_mixture: only mixtures, or
-    only dense ones."""
+    """Return the families with layers unlike the others';
+    is_mixture: only mixtures, or only dense ones."""
     return tuple(
         name
         for name, row in FAMILIES.items()

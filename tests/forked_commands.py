@@ -1,7 +1,9 @@
-"""Stands for subprocess.Popen where a test starts many trainers: forks of a process that has imported everything.
+"""Stands for subprocess.Popen in tests with many trainers:
+forks of a process with all imports done.
 
-A start of the trainer takes seconds, nearly all of them for imports. What a fork does is what the command does: it has
-the command's arguments, environment, standard output and log, and a session of its own.
+A start of the trainer takes seconds, nearly all of them for imports. A fork does the command's
+work: it has the command's arguments, environment, standard output and log, and a session of its
+own.
 """
 
 import os
@@ -17,9 +19,11 @@ from tests.helpers import REPOSITORY
 
 
 class ForkedPopen:
-    """`subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], ...)` as a fork, with the options that ChildProcess gives.
+    """`subprocess.Popen([python, "-m", MODULE, *ARGUMENTS], ...)` as a fork,
+    with the options of ChildProcess.
 
-    preexec_fn, which has the kernel end a child with its parent, is left out: the parent of a fork is the fork server.
+    preexec_fn, which has the kernel end a child with its parent, is left out: the parent of a fork
+    is the fork server.
     """
 
     def __init__(

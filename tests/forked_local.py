@@ -1,5 +1,6 @@
-"""`python -m tests.forked_local ARGUMENTS` is launch.local, but its trainer ranks and its servers are forks: see
-forked_commands and forked_servers. Whatever else it starts are processes as ever.
+"""`python -m tests.forked_local ARGUMENTS` is launch.local with forks as trainer ranks and servers.
+
+See forked_commands and forked_servers. All its other children are processes as ever.
 """
 
 import os
@@ -23,14 +24,14 @@ def popen(command: list[str], **options: Any) -> Any:
 
 @contextmanager
 def forks() -> Iterator[None]:
-    """Have the trainer ranks and the servers that this process starts be forks."""
+    """Have the trainer ranks and the servers of this process be forks."""
     with mock.patch.object(child_process.subprocess, "Popen", popen):
         yield
 
 
 def run_here(command: Callable[[list[str]], int], *arguments: str) -> None:
-    """Run launch.local's `main`, or what starts the same, in this process, with forks as trainer ranks
-    and servers. Raises AssertionError where it fails; what it printed is pytest's to show."""
+    """Run launch.local's `main`, or its like, in this process, with forks as trainer ranks and
+    servers. Raises AssertionError if it fails; its output is pytest's to show."""
     with forks(), mock.patch.dict(os.environ):
         assert command([*arguments]) == 0
 

@@ -1,7 +1,8 @@
-"""Ranks that need no imports: forks of one process that has torch, Megatron and the workers' other modules already.
+"""Ranks without imports: forks of one process with torch, Megatron and the workers' other modules.
 
-A rank gets what torchrun would give it: its variables, a process of its own, a file as `__main__`. Four of them start
-in half a second, under torchrun in ten; tests of what is torchrun's own use `helpers.run_torchrun`.
+A rank gets the same as from torchrun: its variables, a process of its own, a file as `__main__`.
+Four of them start in half a second, under torchrun in ten; tests of torchrun's own behaviour use
+`helpers.run_torchrun`.
 """
 
 import multiprocessing
@@ -17,15 +18,16 @@ from tests.helpers import REPOSITORY, TAIL, free_port
 
 PRELOADED = "tests.preloaded"
 _LEAST_SHARE = 0.005
-"""Of a core: ranks that wait for one another take less, with all their polling threads; ranks that compute get more
-even on a machine with a hundred other processes."""
+"""Of a core: ranks waiting for one another take less, with all their polling threads. Computing
+ranks get more, even on a machine with a hundred other processes."""
 
 
 def run_ranks(path: Path, nproc: int, *args: str, stuck_s: float = 120.0) -> str:
     """Run a Python file in nproc processes; their standard output, rank after rank.
 
-    Raises AssertionError with the end of every rank's output when one of them fails, or when none of them has computed
-    for `stuck_s` seconds: how long they take in all depends on what else the machine does. No rank is left behind.
+    Raises AssertionError with the end of every rank's output when one of them fails, or when none
+    of them has computed for `stuck_s` seconds. Their time in all depends on the machine's other
+    work. No rank is left behind.
     """
     context = fork_server()
     names = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -75,8 +77,8 @@ def _first_failure(ranks: list, stuck_s: float) -> str | None:
 
 
 def _computed_s(pid: int) -> float:
-    """The CPU seconds of a process; 0 of one that has just ended."""
-    import psutil  # here, because the GPU tests run without it where nothing takes long
+    """The CPU seconds of a process; 0 for one just ended."""
+    import psutil  # here, because the GPU tests run without it, with short tests only
 
     try:
         times = psutil.Process(pid).cpu_times()

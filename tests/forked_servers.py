@@ -1,8 +1,9 @@
-"""Stands for subprocess.Popen where a test starts SGLang servers: forks of a process that has imported SGLang.
+"""Stands for subprocess.Popen in tests with SGLang servers:
+forks of a process with SGLang imported.
 
-Nearly all that a server's start computes is that import. What a fork does is what the command does: it has the
-command's arguments, environment and log, and a session of its own. Who looks it up in the list of processes finds the
-nursery's command line and environment.
+That import is nearly all the work of a server's start. A fork does the command's work: it has the
+command's arguments, environment and log, and a session of its own. The list of processes shows the
+nursery's command line and environment for it.
 """
 
 import json
@@ -23,7 +24,8 @@ from tests.helpers import REPOSITORY
 
 COMMAND = [sys.executable, "-m", "megatron_dapo.servers.keyed_sglang"]
 OF_ONE_SERVER = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
-"""Variables that differ. All others have to be those that SGLang was imported with, since its modules read them."""
+"""Variables that differ. All others have to be as at the import of SGLang,
+since its modules read them."""
 
 START = subprocess.Popen
 
@@ -36,15 +38,15 @@ def forked_servers() -> Iterator[None]:
 
 
 def popen(command: Sequence[str], **options: Any) -> Any:
-    """Start a fork where the command is a server's, else a process."""
+    """Start a fork for a server's command, else a process."""
     return (ForkedServer if list(command[:3]) == COMMAND else START)(command, **options)
 
 
 class ForkedServer:
-    """`subprocess.Popen(COMMAND + ARGUMENTS, ...)` as a fork, with the options that ChildProcess gives.
+    """`subprocess.Popen(COMMAND + ARGUMENTS, ...)` as a fork, with the options of ChildProcess.
 
-    preexec_fn, which has the kernel end a child with its parent, is left out: the parent of a fork is the nursery,
-    which sees to that, and ends with this process.
+    preexec_fn, which has the kernel end a child with its parent, is left out. The parent of a fork
+    is the nursery: it sees to that, and ends with this process.
     """
 
     def __init__(
@@ -100,5 +102,5 @@ class ServerNursery:
 
 @cache
 def nursery(variables: tuple[tuple[str, str], ...]) -> ServerNursery:
-    """Return the one whose servers have these variables."""
+    """Return the nursery with these variables."""
     return ServerNursery(dict(variables))

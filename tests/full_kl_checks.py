@@ -1,4 +1,5 @@
-"""What is asked of the KL over the whole vocabulary: at small sizes of the CPU, at real ones of a GPU (tests/gpu)."""
+"""Promises of the KL over the whole vocabulary: small on the CPU,
+at real sizes on a GPU (tests/gpu)."""
 
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ LOSS = LossConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="full", repor
 
 
 def check_full_kl(case: HeadCase) -> None:
-    """KL and gradients of the KL alone (advantages are 0) against the chunked float64 head, which unit tests compare
-    with torch's kl_div; the same bits twice; exactly 0 to itself; nothing waits for the device."""
+    """KL and gradients of the KL by itself (advantages are 0) against the chunked float64 head,
+    which unit tests compare with torch's kl_div. The same bits twice; exactly 0 to itself; nothing
+    waits for the device."""
     hidden, weight, rows = case.hidden_LH, case.weight_VH, torch.from_numpy(case.counted_rows).to(case.device)
     g = torch.Generator(case.device).manual_seed(5)
 

@@ -21,7 +21,8 @@ LOSS = LossConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """rows is a multiple of 4, so that up to four ranks can each hold a slice; vocab: of which num_valid exist."""
+    """rows is a multiple of 4, so that up to four ranks can each hold a slice;
+    vocab: of which num_valid exist."""
 
     rows: int = 40
     hidden: int = 19
@@ -63,7 +64,8 @@ CASES = {
     "full_kl_offset": Case(full_kl=True, offset=1000.0, dtype=torch.float32),
     "full_kl_bfloat16": Case(full_kl=True, dtype=torch.bfloat16, hidden=64),
 }
-# the same rows in different company; a whole number of cache lines per row, as every real hidden size has
+# the same rows in different company; a whole number of cache lines per row,
+# as with every real hidden size
 SAME_ROWS = {
     f"same_rows_{chunk_size}": Case(hidden=64, vocab=256, num_valid=250, chunk_size=chunk_size, dtype=torch.float32)
     for chunk_size in (1, 7, 16, 1000)
@@ -73,8 +75,8 @@ CASES |= SAME_ROWS
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Of one micro-batch; hidden_LH and weight_VH are whole, as the reference's. counted: ascending rows; targets and
-    tokens: of those."""
+    """Of one micro-batch; hidden_LH and weight_VH are whole, as the reference's. counted: ascending
+    rows; targets and tokens: of those."""
 
     hidden_LH: Tensor
     weight_VH: Tensor
@@ -92,8 +94,8 @@ def loss_of(case: Case) -> LossConfig:
 
 
 def inputs_of(case: Case, micro_batch: int = 0) -> Inputs:
-    """The same in every process. Old, reference and rollout log-probs lie around the true ones, so that every branch
-    of the loss is taken."""
+    """The same in every process. Old, reference and rollout log-probs lie around the true ones, so
+    that every branch of the loss is taken."""
     g = torch.Generator().manual_seed(100 + micro_batch)
     weight = torch.randn(case.vocab, case.hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     hidden = torch.randn(case.rows, case.hidden, generator=g, dtype=torch.float64)
@@ -158,7 +160,8 @@ def full_kl_of(hidden, weight, case: Case, inputs: Inputs) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """log_probs, entropy, kl: of the last micro-batch; grad_hidden too, whole; grad_weight: of all of them."""
+    """log_probs, entropy, kl: of the last micro-batch; grad_hidden too, whole;
+    grad_weight: of all of them."""
 
     loss_sum: Tensor
     log_probs: Tensor
@@ -169,7 +172,8 @@ class Answer:
 
 
 def oracle(case: Case) -> Answer:
-    """float64 autograd of log_softmax and `dapo_loss` on the inputs as rounded to the case's dtype."""
+    """float64 autograd of log_softmax and `dapo_loss` on the inputs as rounded
+    to the case's dtype."""
     weight = inputs_of(case).weight_VH.double().requires_grad_()
     for micro_batch in range(case.num_micro_batches):
         inputs = inputs_of(case, micro_batch)
@@ -185,8 +189,9 @@ def oracle(case: Case) -> Answer:
 def bounds(case: Case) -> tuple[float, float, float]:
     """(absolute, of log-probs and entropy; relative to the norm, of d hidden; of d weight).
 
-    float32 accumulation: a logit of size x carries an error of some eps * (|x| + sqrt(H) spread); bf16 gradients of
-    hidden, and gradients of the logits before the products, are rounded to 8 bits once.
+    float32 accumulation: a logit of size x carries an error of some eps * (|x| + sqrt(H) spread).
+    bf16 gradients of hidden, and gradients of the logits before the products, are rounded to 8 bits
+    once.
     """
     if case.dtype == torch.float64:
         return 1e-11, 1e-11, 1e-11

@@ -1,4 +1,7 @@
-"""Run under torchrun: `check_over_ranks` without and with sequence parallelism. Arguments: cuda or cpu, a shape."""
+"""Run under torchrun: `check_over_ranks` with and without sequence parallelism.
+
+Arguments: cuda or cpu, a shape.
+"""
 
 import sys
 

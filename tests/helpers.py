@@ -1,4 +1,4 @@
-"""What the tests of several folders share: running a module or a file under torchrun, and free ports."""
+"""Shared by the tests of several folders: a module or a file under torchrun, and free ports."""
 
 import errno
 import os
@@ -17,13 +17,15 @@ EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port(number: int = 1) -> int:
-    """The first of `number` TCP ports in a row that nobody holds on the loopback interface right now.
+    """The first of `number` TCP ports in a row that are free on the loopback interface right now.
 
-    They lie below those that the kernel gives out by itself, to connections and to whoever asks for port 0: one of
-    those can be taken again before it is used. They are drawn anew in every process, and not from the seeds of a test.
+    They lie below the kernel's own range, for connections and requests of port 0. A port of that
+    range can be taken again before its use. They are drawn anew in every process, and not from the
+    seeds of a test.
     """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0])
-    end = first_ephemeral if first_ephemeral > 2 * FIRST_PORT else 2**16  # where the kernel gives out all of them
+    # the kernel gives out all of them
+    end = first_ephemeral if first_ephemeral > 2 * FIRST_PORT else 2**16
     while True:
         first = random.SystemRandom().randrange(FIRST_PORT, end - number)
         try:
@@ -37,15 +39,18 @@ def free_port(number: int = 1) -> int:
 
 
 def be_rank_of_another_host(rank: int) -> None:
-    """Make this process a local rank that NCCL takes on a device which it shares with others: where each says another
-    host, they talk over the loopback interface. On a machine with a GPU for each rank it takes its own."""
-    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}  # a child inherits its parent's
+    """Make this process a local rank that NCCL takes on a shared device: with different host names,
+    ranks talk over the loopback interface. On a machine with a GPU for each rank it takes its
+    own."""
+    # a child inherits its parent's
+    os.environ |= {"LOCAL_RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def run_module(*arguments: str, timeout: float = 560) -> str:
-    """`python -m ARGUMENTS` in the repository as a user starts it; its standard output. Raises AssertionError with the
-    end of what it wrote where it fails, subprocess.TimeoutExpired where there is no end."""
+    """`python -m ARGUMENTS` in the repository as a user starts it; its standard output. Raises
+    AssertionError with the end of its output if it fails, subprocess.TimeoutExpired if it does not
+    end."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout)
@@ -56,8 +61,8 @@ def run_module(*arguments: str, timeout: float = 560) -> str:
 def run_torchrun(path: Path, nproc: int, *args: str, timeout: float = 240) -> str:
     """Run a Python file in nproc processes under torchrun; their standard output, rank after rank.
 
-    Raises AssertionError with the end of every rank's output when one of them fails or there is no end after `timeout`
-    seconds. No process is left behind.
+    Raises AssertionError with the end of every rank's output when one of them fails or outlasts
+    `timeout` seconds. No process is left behind.
     """
     with tempfile.TemporaryDirectory(prefix="torchrun-") as logs:
         command = [
@@ -96,10 +101,11 @@ def _tails(logs: Path, agent_log: Path) -> str:
 
 
 def _end(agent: subprocess.Popen) -> None:
-    """torchrun's workers have sessions of their own: ending its process group would leave them running."""
+    """torchrun's workers have sessions of their own:
+    ending its process group would leave them running."""
     if agent.poll() is not None:
         return
-    import psutil  # here, because the GPU tests run without it where nothing hangs
+    import psutil  # here, because the GPU tests run without it, with nothing to hang
 
     processes = [*psutil.Process(agent.pid).children(recursive=True), agent]
     for process in processes:

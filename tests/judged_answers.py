@@ -1,9 +1,10 @@
-"""Answers judged one by one, with the verdicts of math-verify 0.9.0, of verl 0.9.1 and of slime's rule on them.
+"""Answers judged one by one, with the verdicts of math-verify 0.9.0, verl 0.9.1 and slime's rule.
 
-`python -m tests.judged_answers` prints those where another verdict is not the judgement.
+`python -m tests.judged_answers` prints those with any verdict other than the judgement.
 
-The judgement is by mathematics: order counts in tuples, not in sets or lists; a unit behind the number is no mistake;
-50% is 50 and 0.5; a decimal stands for a fraction from six right places on; words are equal in any case.
+The judgement is by mathematics. Order counts in tuples, not in sets or lists. A unit behind the
+number is no mistake. 50% is 50 and 0.5. A decimal stands for a fraction from six right places on.
+Words are equal in any case.
 """
 
 import csv
@@ -23,7 +24,8 @@ _WHOLE_RESPONSES = ("line", "where", "comment")
 
 @dataclass(frozen=True)
 class Judged:
-    """An answer to a question with this ground truth. others: verdicts; None = it raised or took over 10 s."""
+    """An answer to a question with this ground truth. others: verdicts; None: it raised or took
+    over 10 s."""
 
     kind: str
     truth: str

@@ -1,6 +1,8 @@
-"""What the kernels promise, as functions of a case: run small on the CPU by the unit tests, at real size by tests/gpu.
+"""Promises of the kernels, as functions of a case: small on the CPU (unit),
+real sizes on GPUs (gpu).
 
-Needs torch, numpy, megatron_dapo.kernels and benchmarks.memory, nothing else.
+The unit tests and tests/gpu run them. Needs torch, numpy, megatron_dapo.kernels and
+benchmarks.memory, nothing else.
 """
 
 import contextlib
@@ -36,10 +38,12 @@ LOSS = LossConfig(
 
 
 class Bounds(NamedTuple):
-    """Against float64 on the same, already rounded inputs: absolute, but for gradients, where they are of the norm.
+    """Against float64 on the same, already rounded inputs: absolute;
+    for gradients, parts of the norm.
 
-    grad_hidden is rounded to the inputs' type once; grad_weight is a float32 sum over rounded gradients of logits.
-    Log-probs of half-precision products on a GPU may be off by `truncation` of their logits besides.
+    grad_hidden is rounded to the inputs' type once; grad_weight is a float32 sum over rounded
+    gradients of logits. Log-probs of half-precision products on a GPU may be off by `truncation` of
+    their logits besides.
     """
 
     log_prob: float
@@ -55,15 +59,17 @@ BOUNDS = {
 }
 
 
-TENSOR_CORE_STEP = 16  # products that a tensor core adds to its accumulator at once, in half precision
+# products that a tensor core adds to its accumulator at once, in half precision
+TENSOR_CORE_STEP = 16
 
 
 def truncation(hidden_LH: Tensor) -> float:
     """Return the relative error of a logit that a tensor core accumulates in float32.
 
-    It truncates its accumulator after each step instead of rounding it (Fasi et al., "Numerical behavior of NVIDIA
-    tensor cores", PeerJ CS 2021): in the mean half of the last of 24 bits, of partial sums of half the logit's size.
-    All logits come out too small, so the errors of a row do not cancel. 0 on the CPU and in float32, which round.
+    It truncates its accumulator after each step instead of rounding it (Fasi et al., "Numerical
+    behavior of NVIDIA tensor cores", PeerJ CS 2021). The mean loss is half of the last of 24 bits,
+    of partial sums of half the logit's size. All logits come out too small, so the errors of a row
+    do not cancel. 0 on the CPU and in float32, which round.
     """
     if hidden_LH.device.type == "cpu" or hidden_LH.dtype == torch.float32:
         return 0.0
@@ -72,8 +78,9 @@ def truncation(hidden_LH: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class HeadCase:
-    """hidden_LH, weight_VH: leaves; of the V rows num_valid exist. counted_rows: [N] of the L rows, on the host; what
-    follows is [N]. Tokens reach every branch of LOSS. weight_VH.main_grad: float32, as Megatron's."""
+    """hidden_LH, weight_VH: leaves; of the V rows num_valid exist. counted_rows: [N] of the L rows,
+    on the host; all the rest is [N]. Tokens reach every branch of LOSS. weight_VH.main_grad:
+    float32, as Megatron's."""
 
     hidden_LH: Tensor
     weight_VH: Tensor
@@ -88,7 +95,8 @@ class HeadCase:
     def make(
         cls, device, *, rows: int, hidden: int, vocab: int, chunk_size: int, dtype=torch.bfloat16, padding=0, seed=0
     ) -> "HeadCase":
-        """Logits of standard deviation 3; about 30 % of the rows do not count; a temperature for every token."""
+        """Logits of standard deviation 3; about 30 % of the rows do not count;
+        a temperature for every token."""
         g = torch.Generator(device).manual_seed(seed)
         normal = dict(generator=g, device=device)
         hidden_LH = torch.randn(rows, hidden, **normal).to(dtype).requires_grad_()
@@ -135,8 +143,8 @@ def _tokens(log_probs: Tensor, g: torch.Generator) -> TokenBatch:
 
 
 class Oracle(NamedTuple):
-    """Float64. log_prob, entropy: [N]. logit_size: [N], |logit of the target| + mean |logit| under the distribution.
-    Gradients, where asked for: [N, H], [V, H]."""
+    """Float64. log_prob, entropy: [N]. logit_size: [N], |logit of the target| + mean |logit| under
+    the distribution. Gradients, if asked for: [N, H], [V, H]."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -147,7 +155,8 @@ class Oracle(NamedTuple):
 
 @torch.no_grad()
 def oracle(case: HeadCase, grad_log_prob: Tensor | None = None, grad_entropy: Tensor | None = None) -> Oracle:
-    """log_softmax, its entropy, and the gradient of grad_log_prob . log_prob + grad_entropy . entropy; float64."""
+    """log_softmax, its entropy, and the gradient
+    of grad_log_prob . log_prob + grad_entropy . entropy; float64."""
     hidden, weight = case.counted_hidden.detach().double(), case.weight_VH.detach()[: case.num_valid].double()
     log_prob, entropy, size = (torch.empty(len(hidden), dtype=torch.float64, device=case.device) for _ in range(3))
     with_gradient = grad_log_prob is not None
@@ -205,7 +214,8 @@ def check_composed_gradients(case: HeadCase, use_triton: bool | None = None) -> 
 
 
 def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
-    """Log-probs, entropies, loss and gradients of the fused head are those of float64 and `dapo_loss`."""
+    """Log-probs, entropies, loss and gradients of the fused head are those
+    of float64 and `dapo_loss`."""
     bounds = BOUNDS[case.hidden_LH.dtype]
     answer = run_fused_head(case, use_triton, loss)
     loss_sum, expected = _expected_gradients(case, answer, loss)
@@ -222,10 +232,11 @@ def check_fused_head(case: HeadCase, use_triton: bool | None = None, loss: LossC
 
 
 def _expected_gradients(case: HeadCase, answer, loss: LossConfig) -> tuple[Tensor, Oracle]:
-    """Return the loss of the fused head's own log-probs, which are float64's, and its gradients, all in float64.
+    """Return the loss of the fused head's own log-probs (float64's), and its gradients,
+    all in float64.
 
-    The gradient jumps where a ratio meets a bound of its clip. A token nearer to one than log-probs are exact may be on
-    the other side of it with float64's own log-probs: one such token among 10^4 is 1 % of the norm.
+    The gradient jumps at the bounds of a ratio's clip. Rounding may put a token near a bound on the
+    other side of it than float64's own log-probs. One such token among 10^4 is 1 % of the norm.
     """
     exact = oracle(case)
     entropy = exact.entropy.float() if answer.entropy is None else answer.entropy
@@ -238,8 +249,9 @@ def _expected_gradients(case: HeadCase, answer, loss: LossConfig) -> tuple[Tenso
 
 
 def check_fused_is_composed(case: HeadCase, use_triton: bool | None = None, loss: LossConfig = LOSS) -> None:
-    """Against `linear_logprob_entropy` and `dapo_loss`, which compute each logit twice: the same bits of log-probs and
-    entropies, the same loss and metrics but for the order of sums, and gradients as near as rounding is."""
+    """Against `linear_logprob_entropy` and `dapo_loss`, which compute each logit twice: the same
+    bits of log-probs and entropies. Loss and metrics are the same but for the order of sums, and
+    gradients to rounding."""
     hidden, weight = case.counted_hidden.detach().requires_grad_(), case.weight_VH.detach().requires_grad_()
     log_prob, entropy = linear_logprob_entropy(
         hidden,
@@ -259,7 +271,7 @@ def check_fused_is_composed(case: HeadCase, use_triton: bool | None = None, loss
     sums = stack_sums(composed.sums, names, case.device)
     torch.testing.assert_close(answer.sums, sums, rtol=1e-5, atol=1e-6 * len(case.targets))
     rows = torch.from_numpy(case.counted_rows).to(case.device)
-    rounding = torch.finfo(weight.dtype).eps / 2  # of the gradient that is handed out in the weight's own type
+    rounding = torch.finfo(weight.dtype).eps / 2  # of the gradient in the weight's own type
     _close_in_norm(case.hidden_LH.grad[rows], hidden.grad.double(), bounds.grad_hidden, "hidden")
     _close_in_norm(case.weight_VH.main_grad, weight.grad.double(), bounds.grad_weight + rounding, "weight")
 
@@ -286,7 +298,7 @@ def check_run_to_run(case: HeadCase, use_triton: bool | None = None) -> None:
 
 
 def check_batch_invariance(case: HeadCase, use_triton: bool | None = None) -> None:
-    """A row's log-prob and entropy are the same bits whatever rows are computed with it, and in whatever order."""
+    """A row's log-prob and entropy are the same bits in any company and any order of rows."""
     head = case.head(use_triton=use_triton)
     whole = head_log_probs(case.hidden_LH, case.targets, case.plan(), head, want_entropy=True)
     n = len(case.counted_rows)
@@ -305,7 +317,8 @@ def check_batch_invariance(case: HeadCase, use_triton: bool | None = None) -> No
 
 
 def check_no_host_sync(case: HeadCase, use_triton: bool | None = None) -> None:
-    """Old log-probs, loss and gradients never wait for the device. Run once before, to compile and to allocate."""
+    """Old log-probs, loss and gradients never wait for the device.
+    Run once before, to compile and to allocate."""
     for guard in (contextlib.nullcontext, lambda: forbidding_host_syncs(case.device)):
         case.hidden_LH.grad = None
         with guard():
@@ -317,11 +330,11 @@ def check_no_host_sync(case: HeadCase, use_triton: bool | None = None) -> None:
 
 
 def check_memory(case: HeadCase) -> None:
-    """A training pass holds, besides the gradient of the hidden states, one chunk: float32 logits and their gradient in
-    the inputs' type (and an eighth of that for an operation at work), four copies of its hidden rows; and some numbers
-    per token."""
+    """A training pass holds, besides the gradient of the hidden states, one chunk and some numbers
+    per token. A chunk: float32 logits and their gradient in the inputs' type (and an eighth of that
+    for an operation at work), four copies of its hidden rows."""
     work = functools.partial(run_fused_head, case)
-    work()  # once before: what libraries keep for themselves is theirs
+    work()  # once before: libraries' own lasting memory is theirs
     case.hidden_LH.grad = None
     peak = peak_bytes(work, case.device)
     item, (num_rows, hidden), columns = case.hidden_LH.element_size(), case.hidden_LH.shape, len(case.weight_VH) + 8
@@ -331,8 +344,9 @@ def check_memory(case: HeadCase) -> None:
 
 
 def check_over_ranks(case: HeadCase, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    """The vocabulary cut over the ranks of `group`, which hold all hidden rows or a slice each: float64's answers, and
-    the same log-probs to the bit on every rank. Collective; the same case on every rank."""
+    """The vocabulary cut over the ranks of `group`, with all hidden rows or a slice each. Float64's
+    answers, and the same log-probs to the bit on every rank. Collective; the same case on every
+    rank."""
     rank, size = group.rank(), group.size()
     bounds, rows_here = BOUNDS[case.hidden_LH.dtype], len(case.hidden_LH) // size
     columns = slice(rank * len(case.weight_VH) // size, (rank + 1) * len(case.weight_VH) // size)
@@ -394,12 +408,13 @@ def _as_double(tokens: TokenBatch) -> TokenBatch:
     return replace(tokens, **wide)
 
 
-# ---------------------------------------------------------------------------------------------------- host syncs
+# --------------------------------------------------------------------------------------- host syncs
 
 
 @contextlib.contextmanager
 def forbidding_host_syncs(device: torch.device) -> Iterator[None]:
-    """Inside, waiting for the device raises. On the CPU, where nothing waits, reading a value on the host raises."""
+    """Inside, waiting for the device raises. On the CPU, without any waiting, reading a value on
+    the host raises."""
     if device.type == "cpu":
         with CountedReads(forbidden=True):
             yield
@@ -413,7 +428,8 @@ def forbidding_host_syncs(device: torch.device) -> Iterator[None]:
 
 
 class CountedReads(TorchDispatchMode):
-    """Counts operations whose result, or its shape, needs values on the host; with `forbidden` it raises instead."""
+    """Counts operations that need values on the host for a result or its shape;
+    with `forbidden` it raises instead."""
 
     READING = ("local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
 

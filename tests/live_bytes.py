@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that torch's operations make while it is entered, until they are freed.
+    """Counts the storages made by torch's operations while it is entered, until they are freed.
 
-    peak: the most bytes of them that were alive together. What is there before does not count, nor what a collective's
-    backend has of its own.
+    peak: the most bytes of them alive together. Earlier storages do not count,
+    nor a collective backend's own.
     """
 
     def __init__(self, *known: torch.Tensor) -> None:
@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable, types: Sequence[type], args: Sequence = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        for tensor in tree_iter((args, kwargs)):  # what came from outside
+        for tensor in tree_iter((args, kwargs)):  # from outside
             if isinstance(tensor, torch.Tensor):
                 self._seen.add(tensor.untyped_storage())
         result = func(*args, **(kwargs or {}))

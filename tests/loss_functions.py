@@ -1,10 +1,11 @@
-"""Losses of the user's own for the tests: what `actor.loss_function` names."""
+"""Losses of the user's own for the tests: values of `actor.loss_function`."""
 
 import torch
 
 
 def dapo(sequences):
-    """Return the built-in loss with token-mean, clip 0.2 and 0.28, dual clip 3: sum over tokens, tokens, metrics."""
+    """Return the built-in loss with token-mean, clip 0.2 and 0.28,
+    dual clip 3: sum over tokens, tokens, metrics."""
     loss, count = 0.0, 0.0
     high, low = 0.0, 0.0
     for s in sequences:
@@ -30,7 +31,8 @@ def dapo_with_kl(sequences):
 
 
 def gspo(sequences):
-    """Return GSPO (arXiv 2507.18071, eq. 5 and 7), clip 3e-4 and 4e-4, as a mean over responses: sum, responses."""
+    """Return GSPO (arXiv 2507.18071, eq. 5 and 7), clip 3e-4 and 4e-4,
+    as a mean over responses: sum, responses."""
     loss, clipped = 0.0, 0.0
     for s in sequences:
         ratio = (((s.log_probs - s.old_log_probs) * s.mask).sum() / s.mask.sum()).exp()
@@ -41,7 +43,8 @@ def gspo(sequences):
 
 
 def cispo(sequences):
-    """Return CISPO (arXiv 2506.13585, section 3.1) with a weight of at most 1.02: sum over tokens, tokens."""
+    """Return CISPO (arXiv 2506.13585, section 3.1) with a weight of at most 1.02:
+    sum over tokens, tokens."""
     loss, count, clipped = 0.0, 0.0, 0.0
     for s in sequences:
         ratio = (s.log_probs - s.old_log_probs).exp().detach()
@@ -52,7 +55,7 @@ def cispo(sequences):
 
 
 def nothing(sequences):
-    """Return a loss whose metric has a name of the trainer's."""
+    """Return a loss with a metric under a name of the trainer's."""
     return sum(s.log_probs.sum() for s in sequences), 1, {"actor/loss": (0.0, 1.0)}
 
 

@@ -28,7 +28,8 @@ def write_byte_level(folder, tokenizer_class="PreTrainedTokenizerFast", template
     """A byte-level BPE folder as Qwen and Llama 3 have it, with truncation and padding left on."""
     backend = tokenizers.Tokenizer(models.BPE())
     is_qwen = tokenizer_class == "Qwen2Tokenizer"
-    backend.normalizer = normalizers.NFC()  # transformers adds it to whatever config.json calls qwen2, as below
+    # transformers adds it to every model called qwen2 in config.json, as below
+    backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(QWEN if is_qwen else DIGITS)
     backend.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -1,4 +1,5 @@
-"""config.json of models: a small one that every check accepts, which tests change, and published sizes."""
+"""config.json of models: a small one accepted by every check, for tests to change,
+and published sizes."""
 
 MODEL_JSON = {
     "architectures": ["Qwen2ForCausalLM"],

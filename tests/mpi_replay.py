@@ -1,4 +1,5 @@
-"""The demo's config on batches made beforehand, under one launcher or another: what tests of launchers compare."""
+"""The demo's config on batches made beforehand, under one launcher or another:
+for tests of launchers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""PEFT folders of random adapters for tiny checkpoints, and what such adapters mean, without the program."""
+"""PEFT folders of random adapters for tiny checkpoints, and their meaning, without the program."""
 
 import json
 import shutil
@@ -17,8 +17,8 @@ WEIGHTS = "model.safetensors"
 def make_adapter(
     path: Path, model: Path, rank: int, alpha: float, targets: tuple[str, ...] = MODULES, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Write a PEFT folder for a checkpoint with A and B both random, and return its tensors, float32. Their products
-    are a fifth of the weights, so that the model stays as well conditioned as it is."""
+    """Write a PEFT folder for a checkpoint with A and B both random, and return its tensors,
+    float32. Their products are a fifth of the weights, to keep the model well conditioned."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / WEIGHTS).items():
@@ -36,7 +36,7 @@ def make_adapter(
 
 
 def with_adapter(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Weights by Hugging Face name, W + scale B A where there is an adapter, in the weights' type."""
+    """Weights by Hugging Face name, with adapters W + scale B A, in the weights' type."""
     merged = dict(weights)
     for name, weight in weights.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -47,7 +47,8 @@ def with_adapter(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], s
 
 
 def merged_checkpoint(path: Path, model: Path, tensors: Mapping[str, Tensor], scale: float) -> Path:
-    """Write a copy of a checkpoint with the adapter in its weights, computed in float64; returns the path."""
+    """Write a copy of a checkpoint with the adapter in its weights, computed in float64;
+    returns the path."""
     shutil.copytree(model, path)
     exact = with_adapter({name: weight.double() for name, weight in load_file(model / WEIGHTS).items()}, tensors, scale)
     save_file({name: weight.float() for name, weight in exact.items()}, path / WEIGHTS, metadata={"format": "pt"})

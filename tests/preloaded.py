@@ -1,4 +1,5 @@
-"""What the fork server of tests/forked_ranks.py imports. It may start no thread: a fork has only the one that forks."""
+"""Imports of the fork server of tests/forked_ranks.py.
+No thread may start: forks have one thread only."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""Repetitions of a test that proves a thing once: few in `make test`, all of them in `make proofs`."""
+"""Repetitions of a test that proves a thing once: few in `make test`,
+all of them in `make proofs`."""
 
 import os
 

@@ -12,7 +12,7 @@ from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
 
 START = 1.7e9
-# what an answer may try: none of it may become a part of the page
+# tricks of an answer: none of it may become a part of the page
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script> & \u2028 {{ 7*7 }}"
 )
@@ -30,9 +30,10 @@ def write_run(
     with_tokens: bool = True,
     num_distinct: int | None = None,
 ) -> RunFolder:
-    """Write a run that learns. Every fourth answer is cut; the first one of the last step is hostile text.
+    """Write a run that learns. Every fourth answer is cut;
+    the first one of the last step is hostile text.
 
-    num_distinct: steps after which the answers come again; none = never.
+    num_distinct: steps after which the answers come again; None: never.
     """
     rng = random.Random(seed)
     run = RunFolder(folder)
@@ -89,7 +90,7 @@ def write_step(
     with_tokens: bool = True,
     is_hostile: bool = False,
 ) -> None:
-    """Write the answers of a step, and what is known of their tokens."""
+    """Write the answers of a step, and the facts about their tokens."""
     groups, responses = [], []
     texts = dict(enumerate([*(f" {word}" for word in _WORDS), HOSTILE, "<eos>"]))
     for group in range(num_groups):
@@ -122,7 +123,8 @@ def write_step(
 
 
 def write_validation(run: RunFolder, step: int, num_right: list[int], n: int = 4, text: str = "so 4") -> None:
-    """Write the held-out answers of a step: so many of n are right, prompt by prompt. text: of each."""
+    """Write the held-out answers of a step: so many of n are right, prompt by prompt.
+    text: of each."""
     lines = [
         {
             "step": step,

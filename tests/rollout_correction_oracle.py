@@ -1,6 +1,6 @@
-"""What a rollout correction must be: sequence by sequence, by plain arithmetic in float64, and cases to compare.
+"""A rollout correction by plain arithmetic in float64, sequence by sequence, and cases to compare.
 
-Written with loops over lists where the code under test has masks and segment sums.
+Written with loops over lists, unlike the masks and segment sums of the code under test.
 """
 
 import functools
@@ -95,7 +95,7 @@ def kept_places(differences: dict[int, float], config: RolloutCorrection) -> set
 
 
 def check(answer: Corrected, case: Case) -> None:
-    """Asserts that an answer is what is wanted."""
+    """Asserts that an answer is right."""
     importance, shown = expected(case)
     assert answer.importance.dtype == case.old.dtype and answer.importance.shape == case.old.shape
     assert not answer.importance.requires_grad
@@ -110,7 +110,8 @@ def check(answer: Corrected, case: Case) -> None:
 def random_case(
     config: RolloutCorrection, spread: float = 0.4, seed: int = 0, shape: tuple[int, ...] = (1, 96)
 ) -> Case:
-    """Sequences of different lengths, one of them without counted tokens; NaN wherever a token does not count."""
+    """Sequences of different lengths, one of them without counted tokens;
+    NaN at all uncounted tokens."""
     rng = torch.Generator().manual_seed(seed)
     old = -torch.rand(shape, generator=rng, dtype=torch.float64) * 3
     difference = spread * torch.randn(shape, generator=rng, dtype=torch.float64)

@@ -1,8 +1,10 @@
-"""Starts SGLang servers by forking: what a server imports is imported once, and a new one serves after a second.
+"""Starts SGLang servers by forking: one import for all, and a new server after a second.
 
-python -m tests.server_nursery   With the environment of a server. Commands are lines of its input, as JSON, and so are
-its answers: ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's process id, ["poll", PID] with its
-exit code, null while it runs. The end of the input ends it, and with it all servers.
+python -m tests.server_nursery
+
+Run it with the environment of a server. Commands are lines of its input, as JSON, and so are its
+answers. ["start", ARGUMENTS, ENVIRONMENT, LOG] is answered with the server's process id, ["poll",
+PID] with its exit code, null while it runs. The end of the input ends it, and with it all servers.
 """
 
 import json
@@ -18,7 +20,7 @@ from megatron_dapo.servers import keyed_sglang
 
 
 def import_sglang() -> None:
-    """Import what keyed_sglang.main imports. It may start no thread: a fork has only the one that forks."""
+    """Import the modules of keyed_sglang.main. No thread may start: forks have one thread only."""
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", keyed_sglang.SERVED_MODELS)
     with large_imports():
         import sglang.launch_server
@@ -44,16 +46,17 @@ def serve(arguments: list[str], environment: dict[str, str], log: str) -> int:
 
 
 def exit_code(server: int) -> int | None:
-    """Return that of a server which has ended, as subprocess.Popen gives it."""
+    """Return a finished server's exit code, as subprocess.Popen gives it."""
     ended, status = os.waitpid(server, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def main() -> int:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what SGLang prints is no answer
+    os.dup2(2, 1)  # SGLang's prints are no answer
     import_sglang()
-    setproctitle.getproctitle()  # it finds where titles go by the variables as the process was started with them
+    # it finds the place of titles by the variables at the start of the process
+    setproctitle.getproctitle()
     sys.stdout.flush()
     nursery = os.getpid()
     for line in sys.stdin:

@@ -1,4 +1,5 @@
-"""A tiny model that chats, files of conversations for it, and the loss that they have by definition."""
+"""A tiny model that chats, files of conversations for it,
+and the loss that they have by definition."""
 
 import json
 import random
@@ -18,7 +19,7 @@ TEMPLATE = (
 
 
 def make_chat_model(path: Path, layers: int = 2, vocab: int = 64) -> Path:
-    """Write a tiny Qwen2 with a chat template, whose tokens are characters."""
+    """Write a tiny Qwen2 with a chat template, its tokens characters."""
     make_tiny(path, "qwen2", layers=layers, vocab=vocab)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
@@ -49,8 +50,9 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 
 
 def mean_loss_of(logits_of: Callable[[Tensor], Tensor], model: Path, file: Path, number: int) -> Tensor:
-    """Return the mean of -log p over what the assistant writes in the first rows of a file: each conversation alone,
-    with labels of -100 where the assistant wrote nothing. logits_of: [1, S] tokens -> [1, S, V]."""
+    """Return the mean of -log p over the assistant's words in the first rows of a file. Each
+    conversation goes by itself, with labels of -100 outside the assistant's words. logits_of: [1,
+    S] tokens -> [1, S, V]."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
 
     def row_of(row: dict) -> tuple[Tensor, Tensor]:

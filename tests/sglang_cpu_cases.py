@@ -1,4 +1,4 @@
-"""What the tests of the CPU adaptation of SGLang share: inputs of a decode, and code run as the servers run theirs."""
+"""Tools for tests of SGLang's CPU adaptation: inputs of a decode, and code run as in a server."""
 
 import subprocess
 import sys
@@ -9,12 +9,13 @@ from megatron_dapo.platform.sglang_cpu import cpu_server
 
 
 def decode_inputs(lengths: list[int], num_heads: int, num_kv_heads: int, head_dim: int, seed: int) -> dict:
-    """Requests whose tokens lie in scattered cache slots; slots that belong to none hold nan."""
+    """Requests with tokens in scattered cache slots; unowned slots hold nan."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = sum(lengths) + 50
     slots = torch.randperm(num_slots, generator=generator)
     caches = torch.full((2, num_slots, num_kv_heads, head_dim), float("nan"))
-    req_to_token = slots[-50:].repeat(len(lengths) + 3, 1)  # rows of other requests, and past the ends: unused slots
+    # rows of other requests, and past the ends: unused slots
+    req_to_token = slots[-50:].repeat(len(lengths) + 3, 1)
     pool_indices = torch.randperm(len(lengths) + 3, generator=generator)[: len(lengths)]
     for row, length in zip(pool_indices.tolist(), lengths, strict=True):
         own, slots = slots[:length], slots[length:]

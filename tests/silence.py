@@ -1,4 +1,4 @@
-"""What property tests draw: ground truths of all kinds, and responses that answer nothing."""
+"""Draws of property tests: ground truths of all kinds, and responses that answer nothing."""
 
 import re
 
@@ -31,7 +31,7 @@ TRUTHS = {
     "set": st.one_of(_SETS, st.just(r"\emptyset"), st.just(r"\pm 3")),
     "words": _WORDS,
     "text": st.text(st.characters(codec="utf-8"), min_size=1, max_size=12).filter(
-        # a truth of marks alone is what markup answers
+        # markup answers a truth of nothing but marks
         lambda text: any(map(str.isalnum, re.sub(r"\\[A-Za-z]+", "", text)))
     ),
 }
@@ -96,7 +96,7 @@ _BLANK = st.text(" \t\n\r", max_size=5)
 
 @st.composite
 def _truncated(draw):
-    """Return the beginning of a text that is cut before its answer."""
+    """Return the beginning of a text, cut before its answer."""
     text = draw(st.sampled_from([*_PROSE, *_PROMPTS]))
     return text[: draw(st.integers(0, len(text)))] + draw(
         st.sampled_from(("", "\nAnswer:", " \\boxed{", "\n\\boxed", "<think>"))

@@ -1,4 +1,5 @@
-"""The calculator, which hangs once in a run: in the first call about a training problem, burning CPU."""
+"""The calculator, hanging once in a run: in the first call about a training problem,
+burning CPU."""
 
 import os
 
@@ -8,7 +9,7 @@ from megatron_dapo.envs.environment import Observation, Task
 
 
 class StuckCalculator(Calculator):
-    """marker: a file that the process which hangs creates; its content is the process id."""
+    """marker: a file created by the hanging process; its content is the process id."""
 
     def __init__(self, marker: str, **format: str) -> None:
         super().__init__(**format)

@@ -12,7 +12,8 @@ from megatron_dapo.data.samples import Group, Prompt, Sample
 def synthetic_groups(
     vocab_size: int, *, num_groups: int = 8, n: int = 4, max_prompt: int = 12, max_response: int = 24, seed: int = 0
 ) -> list[Group]:
-    """Groups of random tokens, lengths, rewards and server log-probs, the same for the same arguments."""
+    """Groups of random tokens, lengths, rewards and server log-probs,
+    the same for the same arguments."""
     rng = random.Random(seed)
     groups = []
     for index in range(num_groups):
@@ -24,7 +25,7 @@ def synthetic_groups(
 
 
 def with_replayed(groups: list[Group]) -> list[Group]:
-    """The first sample of every other group as one that was replayed."""
+    """With the first sample of every other group marked as replayed."""
 
     def changed(group: Group) -> Group:
         first, *others = group.samples
@@ -34,7 +35,8 @@ def with_replayed(groups: list[Group]) -> list[Group]:
 
 
 def with_older(groups: list[Group]) -> list[Group]:
-    """The same as if a push of weights had interrupted every response: older weights wrote its first half."""
+    """The same as if a push of weights had interrupted every response:
+    older weights wrote its first half."""
 
     def changed(sample: Sample) -> Sample:
         length = sample.num_response_tokens
@@ -44,7 +46,7 @@ def with_older(groups: list[Group]) -> list[Group]:
 
 
 def with_experts(groups: list[Group], shape: RouterShape, seed: int = 0) -> list[Group]:
-    """The same with the experts of a server whose routers draw lots."""
+    """The same with the experts of a server with routers that draw lots."""
     generator = np.random.default_rng(seed)
     moe = shape.moe
 

@@ -35,8 +35,8 @@ def tiny_config(
     rope: dict | None = None,
     more: dict | None = None,
 ) -> Any:
-    """Return the configuration of a tiny checkpoint in transformers. family: key of tests/families.py. rope: the block
-    rope_parameters. more: other fields."""
+    """Return the configuration of a tiny checkpoint in transformers. family: key of
+    tests/families.py. rope: the block rope_parameters. more: other fields."""
     row = FAMILIES[family]
     fields = dict(
         vocab_size=vocab,
@@ -59,10 +59,10 @@ def tiny_config(
 
 
 def make_tiny(path: str | Path, family: str, *, vocab: int = 64, seed: int = 0, **options: Any) -> Path:
-    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`; returns the path.
-    options: of `tiny_config`.
+    """Write a random fp32 checkpoint of a family and a tokenizer of single characters to `path`;
+    returns the path. options: of `tiny_config`.
 
-    Every parameter is random, norms and biases too: a parameter that is lost or swapped shows in the log-probs.
+    Every parameter is random, norms and biases too: lost or swapped ones show in the log-probs.
     """
     path = Path(path)
     row = FAMILIES[family]
@@ -82,7 +82,8 @@ def _randomize(model: torch.nn.Module, norm_mean: float, generator: torch.Genera
         mean = norm_mean if "norm" in name else 0.0
         scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
         parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
-        if name.endswith(".sinks"):  # of the size of scores; servers hold them in bfloat16 whatever the model's type
+        # of the size of scores; servers hold them in bfloat16 at every type of model
+        if name.endswith(".sinks"):
             parameter.copy_((10 * parameter).bfloat16())
 
 
@@ -95,9 +96,10 @@ CHAT_TEMPLATE = (
 def make_tiny_classifier(
     path: str | Path, family: Literal["qwen2", "qwen3", "llama"], bias: float | None = None, seed: int = 0
 ) -> Path:
-    """Write a random classifier with one label, over characters, with a chat template of its own; returns the path.
+    """Write a random classifier with one label, over characters, with its own chat template;
+    returns the path.
 
-    bias: of its head; with one it is a token classifier, as the critic of a run is when it is converted.
+    bias: of its head; with one it is a token classifier, as a run's converted critic.
     """
     path = make_tiny(path, family, seed=seed)
     config = AutoConfig.from_pretrained(path, num_labels=1)
@@ -116,7 +118,7 @@ def make_tiny_classifier(
 
 
 def make_tokenizer(num_tokens: int = len(SPECIAL_TOKENS) + len(CHARACTERS)) -> PreTrainedTokenizerFast:
-    """One token per character; what it does not know is <unk>."""
+    """One token per character; <unk> for unknown ones."""
     words = (*SPECIAL_TOKENS, *CHARACTERS)[:num_tokens]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

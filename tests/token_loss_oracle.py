@@ -1,6 +1,8 @@
-"""What the loss of a batch of tokens must be: token by token, by plain arithmetic in float64, and cases to compare.
+"""The loss of a batch of tokens by plain arithmetic in float64, token by token,
+and cases to compare.
 
-Written with branches where the code under test has maxima and masks, so that no formula stands on both sides.
+Written with branches, unlike the maxima and masks of the code under test:
+no formula is on both sides.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, metric_names
 from megatron_dapo.algorithms.policy_loss import Clip, LossSums, OffPolicy
 
-FLOAT32 = 32 * 2.0**-23  # of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
+# of a term: the log-ratio (up to 20) is rounded before exp, which is then squared
+FLOAT32 = 32 * 2.0**-23
 FLOAT64 = 1e-12
 
 
@@ -58,7 +61,8 @@ def clipped(adv: float, ratio: float, low: float, high: float, dual: float | Non
 
 
 def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
-    """Loss, and its derivative by the log-prob: of the clipped kinds by way of the clamped ratio."""
+    """Loss, and its derivative by the log-prob: of the clipped kinds by way
+    of the clamped ratio."""
     clip = config.clip
     ratio = math.exp(clamp(log_ratio, 20.0))
     if config.policy_loss == "cispo" and not replayed:
@@ -92,8 +96,9 @@ def kl_of(kind: str, lp: float, ref: float) -> tuple[float, float]:
 
 
 def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tuple[float, float], float]:
-    """Of a counted token: {sum's name: (term, what it counts)}, {maximum's name: value}, the two parts of the gradient
-    by the log-prob, the gradient by the entropy. The batch's count is added by the caller: such rows count 0 here."""
+    """Of a counted token: {sum's name: (term, its count)}, {maximum's name: value}, the two parts
+    of the gradient by the log-prob, the gradient by the entropy. The batch's count is added by the
+    caller: such rows count 0 here."""
     w, lp, adv = t["weights"], t["log_probs"], t["advantages"]
     old = t.get("old_log_probs", lp)
     log_ratio = t["sequence_log_ratio"] if config.policy_loss == "gspo" else lp - old
@@ -155,7 +160,8 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
 
 @dataclass(frozen=True, eq=False)
 class Expected:
-    """sums: name -> (sum, count, sum of absolute terms). grads: per token (gradient, sum of its absolute parts)."""
+    """sums: name -> (sum, count, sum of absolute terms).
+    grads: per token (gradient, sum of its absolute parts)."""
 
     sums: dict[str, list[float]]
     maxima: dict[str, float]
@@ -189,7 +195,8 @@ def expected(case: Case) -> Expected:
 
 
 def check(result, case: Case, want: Expected, precision: float, floor: float = 0.0) -> None:
-    """Asserts that a TokenLoss is what is wanted, to `precision` times the absolute terms of each sum plus `floor`."""
+    """Asserts that a TokenLoss is right, to `precision` times the absolute terms
+    of each sum plus `floor`."""
 
     def close(ours: float, value: float, scale: float, what: str) -> None:
         assert abs(ours - value) <= precision * (abs(scale) + floor), f"{what}: {ours} is not {value}"
@@ -218,8 +225,9 @@ def check(result, case: Case, want: Expected, precision: float, floor: float = 0
 
 @contextlib.contextmanager
 def declaring(change: Callable[[LossSums], LossSums]) -> Iterator[None]:
-    """With metrics that `change` makes of those that the policy loss declares."""
-    module = sys.modules["megatron_dapo.algorithms.dapo_loss"]  # the package exports the function of that name
+    """With the policy loss's metrics, as changed by `change`."""
+    # the package exports the function of that name
+    module = sys.modules["megatron_dapo.algorithms.dapo_loss"]
     original = module.policy_loss
     metric_names.cache_clear()
     with mock.patch.object(module, "policy_loss", lambda *args, **kwargs: change(original(*args, **kwargs))):
@@ -259,15 +267,16 @@ def random_case(config: LossConfig, n: int = 300, mode: str = "token-mean", seed
 
 
 def means_of_sequences(values: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-    """At each token, the mean over the counted tokens of its segment; any number in a segment without one."""
+    """At each token, the mean over the counted tokens of its segment;
+    any number in a segment without one."""
     rows = list(zip(segments.tolist(), mask.tolist(), values.tolist(), strict=True))
     parts = {segment: [value for s, counts, value in rows if s == segment and counts] for segment, _, _ in rows}
     return torch.tensor([sum(parts[segment]) / max(1, len(parts[segment])) for segment, _, _ in rows])
 
 
 def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
-    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token counts. With a ratio of
-    whole sequences the second is that of the sequence."""
+    """Of rows (advantage, lp - old, ref - lp, old - rollout, exp_mask); lp = -1, every token
+    counts. With a ratio of whole sequences the second is that of the sequence."""
     adv, log_ratio, ref, server, exp_mask = torch.tensor(rows).T
     new = torch.full_like(adv, -1.0)
     old = new - log_ratio
@@ -305,7 +314,7 @@ BYPASS = replace(WEIGHED, bypass_mode=True, report_stale=True)
 
 
 def weighed(case: Case) -> Case:
-    """Some tokens are rejected; NaN where a token does not count."""
+    """Some tokens are rejected; NaN at all uncounted tokens."""
     importance = torch.rand(len(case.log_probs), generator=torch.Generator().manual_seed(1)) * 2 - 0.5
     importance = torch.where(case.tokens.weights == 0, torch.nan, importance.clamp(min=0))
     return replace(case, tokens=replace(case.tokens, importance=importance))
@@ -391,7 +400,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 GSPO = replace(EVERYTHING, policy_loss="gspo", off_policy=None)
-# of the torch backend alone: the ratio is one of whole sequences
+# only the torch backend: the ratio is one of whole sequences
 SEQUENCE_CASES: dict[str, Callable[[], Case]] = {
     "a ratio of sequences, and all else": lambda: random_case(replace(GSPO, clip=Clip(0.1, 0.1, 1.12)), seed=21),
     "a ratio of sequences, clipped as in its paper": lambda: random_case(

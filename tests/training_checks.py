@@ -1,6 +1,6 @@
-"""What the layers and the policy promise on any device: run small on the CPU by the unit tests, by tests/gpu on a GPU.
+"""Promises of layers and policy on any device: small on the CPU (unit), by tests/gpu on a GPU.
 
-Needs megatron-core and all that the trainer needs.
+Needs megatron-core and the trainer's other packages.
 """
 
 import contextlib
@@ -44,19 +44,21 @@ COMMON = [
     f"{ACTOR}.use_dapo=true",
     f"{ACTOR}.entropy_coef=0.01",
 ]
-# a mixture's tokens that all go to all experts: else rounding sends near ties to others, and a gradient jumps
+# a mixture's tokens that all go to all experts: else rounding sends near ties to others,
+# and a gradient jumps
 ALL_EXPERTS = {"num_experts": 8, "experts_per_token": 8}
 ONE_MICRO_BATCH, MANY_MICRO_BATCHES = f"{ACTOR}.max_tokens_per_microbatch=4096", f"{ACTOR}.max_tokens_per_microbatch=64"
 
 
-# ---------------------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 @dataclass(frozen=True)
 class Attention:
     """A layer's attention, and the segments of a packed run.
 
-    window: tokens before its own that a token sees (None: all). sinks: a number for each head beside its scores.
+    window: tokens before its own that a token sees (None: all). sinks: a number for each head
+    beside its scores.
     """
 
     lengths: tuple[int, ...]
@@ -87,8 +89,9 @@ class Attention:
 
 
 def check_packed_attention(device: torch.device, dtype: torch.dtype, attention: Attention, bound: float) -> None:
-    """A packed run is the runs of its segments one by one in float64, in outputs and gradients, up to `bound` of the
-    whole's norm; on a GPU in half precision without sinks it does not wait for the device."""
+    """A packed run is the runs of its segments one by one in float64, in outputs and gradients, up
+    to `bound` of the whole's norm. On a GPU in half precision without sinks it does not wait for
+    the device."""
     lengths = attention.lengths
     layer = attention.layer(device, dtype)
     g = torch.Generator(device).manual_seed(0)
@@ -118,7 +121,7 @@ def check_packed_attention(device: torch.device, dtype: torch.dtype, attention: 
         start += length
 
 
-# ---------------------------------------------------------------------------------------------------- policy
+# ------------------------------------------------------------------------------------------- policy
 
 
 def policy_and_mini_batches(layout: ParallelLayout, model_path: str | Path, overrides: list[str]):
@@ -130,8 +133,8 @@ def policy_and_mini_batches(layout: ParallelLayout, model_path: str | Path, over
 
 
 def check_fused_step(layout: ParallelLayout, model_path: str | Path, rel: float) -> None:
-    """A rollout step with the fused head and with the composed one: the same metrics, up to `rel`; and at its first
-    optimizer step every ratio is exactly 1."""
+    """A rollout step with the fused head and with the composed one: the same metrics, up to `rel`.
+    At its first optimizer step every ratio is exactly 1."""
     metrics = {}
     for kind in ("auto", "off"):
         overrides = [f"{ACTOR}.fused_kernels={kind}", MANY_MICRO_BATCHES]
@@ -146,8 +149,8 @@ def check_fused_step(layout: ParallelLayout, model_path: str | Path, rel: float)
 
 
 def check_host_reads(layout: ParallelLayout, model_path: str | Path) -> None:
-    """Gradients of many micro-batches wait for the device as often as those of one: Megatron asks once per optimizer
-    step whether anything was counted, the loss path never asks."""
+    """Gradients of many micro-batches wait for the device as often as those of one. Megatron asks
+    once per optimizer step whether anything was counted; the loss path never asks."""
     counts, num_micro_batches = {}, {}
     for cut in (ONE_MICRO_BATCH, MANY_MICRO_BATCHES):
         policy, mini_batches = policy_and_mini_batches(layout, model_path, [cut])
@@ -165,7 +168,7 @@ def layout_device(policy: Policy) -> torch.device:
 
 @contextlib.contextmanager
 def counted_host_reads(device: torch.device) -> Iterator[CountedReads]:
-    """How often the host waits for the device inside; on the CPU, how often operations read values on the host."""
+    """The number of waits for the device inside; on the CPU, the number of host reads of values."""
     reads = CountedReads()
     if device.type == "cpu":
         with reads:
@@ -182,7 +185,7 @@ def counted_host_reads(device: torch.device) -> Iterator[CountedReads]:
     reads.number = sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-# ---------------------------------------------------------------------------------------------------- whole models
+# ------------------------------------------------------------------------------------- whole models
 
 
 def scored(layout: ParallelLayout, model_path: str | Path, overrides: list[str]) -> Tensor:
@@ -212,9 +215,9 @@ def check_agreement(layout: ParallelLayout, model_path: str | Path, a: list[str]
 
 
 def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str]) -> None:
-    """Gradients of a mini-batch of the same weights under two settings, each kind of tensor at once: its experts, whose
-    own tokens may be few, together. One that is missing or counted twice is off by its norm: half of that is allowed.
-    """
+    """Gradients of a mini-batch of the same weights under two settings, each kind of tensor at
+    once. The experts, perhaps with few tokens of their own, go together. A missing or doubled one
+    is off by its norm: half of that is allowed."""
     gradients = []
     for overrides in (a, b):
         policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
@@ -230,8 +233,8 @@ def check_gradients(layout: ParallelLayout, model_path: str | Path, a: list[str]
 
 
 def check_steps(layout: ParallelLayout, model_path: str | Path, a: list[str], b: list[str], rel: float) -> None:
-    """Two optimizer steps of the same weights under two settings: the same change of every tensor, up to `rel` of its
-    norm and one number that is rounded the other way."""
+    """Two optimizer steps of the same weights under two settings. Every tensor changes the same, up
+    to `rel` of its norm and one number rounded the other way."""
     changes = []
     for overrides in (a, b):
         policy, mini_batches = policy_and_mini_batches(layout, model_path, overrides)
@@ -247,7 +250,7 @@ def check_steps(layout: ParallelLayout, model_path: str | Path, a: list[str], b:
 
 
 def check_export(layout: ParallelLayout, model_path: str | Path, overrides: list[str], folder: Path) -> None:
-    """What is loaded comes out again, under the same names."""
+    """Loaded weights come out again, under the same names."""
     from safetensors.torch import load_file
 
     config = load_config(None, overrides)

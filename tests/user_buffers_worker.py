@@ -1,5 +1,7 @@
-"""Run under torchrun on two GPUs with Transformer Engine: the same model with its user buffers and without. Argument: a
-model's folder."""
+"""Run under torchrun on two GPUs with Transformer Engine: one model with and without user buffers.
+
+Argument: a model's folder.
+"""
 
 import sys
 
@@ -15,7 +17,8 @@ LAYERS = [
     "trainer.n_procs_per_node=2",
 ]
 OVERLAP = f"{checks.MEGATRON}.tp_comm_overlap=true"
-# mean difference of log-probs in bfloat16, and relative one of a gradient norm: sums in another order
+# mean difference of log-probs in bfloat16, and relative one of a gradient norm:
+# sums in another order
 LOG_PROBS, NORM = 0.05, 0.05
 
 

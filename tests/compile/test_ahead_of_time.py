@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles for GPUs that are not here, with the instructions it was laid out for and no spills.
+"""Every Triton kernel compiles for absent GPUs, with its planned instructions and no spills.
 
-The numbers are compared with ahead_of_time.json, so that a regression shows in a change of that file;
-tests/ahead_of_time.py writes it anew.
+The numbers are compared with ahead_of_time.json, so that a regression shows in a change of that
+file; tests/ahead_of_time.py writes it anew.
 """
 
 import json
@@ -47,5 +47,5 @@ def test_the_token_loss_does_not_compile_with_a_metric_that_nobody_declares(kind
 
     with declaring(without_it), pytest.raises(CompilationError) as refused:
         compile_case("sm_90", "token loss")
-    inner = refused.value.__cause__  # the outer error shows the line of the kernel alone
+    inner = refused.value.__cause__  # the outer error shows only the kernel's line
     assert str(inner).endswith(f"\nthe loss kernel stores {name}, which dapo_loss does not declare with this config")

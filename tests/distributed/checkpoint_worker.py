@@ -1,6 +1,7 @@
-"""Run on every rank: trains, saves and loads at several layouts in turn; rank 0 saves what came out.
+"""Run on every rank: trains, saves and loads at several layouts in turn; rank 0 saves the results.
 
-Arguments: a JSON file with {"out": path, "cases": [case, ...]}; see `run_case` for the keys of a case.
+Arguments: a JSON file with {"out": path, "cases": [case, ...]};
+see `run_case` for the keys of a case.
 """
 
 import json
@@ -72,12 +73,14 @@ class Run:
         return self.policy.update(self.policy.score(shard.mini_batches), weight_version=step)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Of what is trained weights and moments, whole, under Hugging Face's or PEFT's names, on every rank."""
+        """Weights and moments of everything trained, whole, under Hugging Face's or PEFT's names,
+        on every rank."""
         names = (*MOMENTS, MAIN) if self.policy.model.config.bf16 else MOMENTS
         moments = {name: _moments(self.policy, self.layout, name) for name in names}
         whole = gathered(trained_source(self.policy.model, self.layout, torch.nn.Parameter.detach), self.layout)
         if self.policy.model.lora is None:
-            whole |= gathered(self.policy.weight_source(), self.layout)  # biases of routers, which are not trained, too
+            # biases of routers, which are not trained, too
+            whole |= gathered(self.policy.weight_source(), self.layout)
         for name, values in moments.items():
             source = trained_source(self.policy.model, self.layout, lambda p, values=values: values[p])
             whole |= {f"{name}.{key}": value for key, value in gathered(source, self.layout).items()}
@@ -97,7 +100,8 @@ class Run:
 
 
 def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Parameter -> its moments, whole: a sharded optimizer's put together by a sum over the data-parallel ranks."""
+    """Parameter -> its moments, whole: a sharded optimizer's put together
+    by a sum over the data-parallel ranks."""
     moments = {}
     for part in policy.state.optimizer.chained_optimizers:
         if not hasattr(part, "gbuf_ranges"):
@@ -121,10 +125,11 @@ def _moments(policy: Policy, layout: ParallelLayout, name: str) -> dict[torch.nn
 
 
 def run_case(case: dict, layout: ParallelLayout) -> dict:
-    """model, sizes, sharded, dtype, overrides: of the run. load: a checkpoint to start from. steps: [first, end) before
-    the save. save: where to. background: training goes on during the save. more: end of the steps after that.
-    failing_rank: which rank's writes fail. weights_only: save without, load without the optimizer."""
-    if "stock" in case:  # what Megatron itself reads, without this program
+    """model, sizes, sharded, dtype, overrides: of the run. load: a checkpoint to start from. steps:
+    [first, end) before the save. save: its folder. background: training goes on during the save.
+    more: end of the steps after that. failing_rank: which rank's writes fail. weights_only: save
+    without, load without the optimizer."""
+    if "stock" in case:  # Megatron's own view, without this program
         from megatron.core import dist_checkpointing
 
         return dist_checkpointing.load_plain_tensors(case["load"])
@@ -180,7 +185,7 @@ def _tracker_draw() -> float:
 
 
 def _failed_save(case: dict, run: Run, background: bool) -> list[str]:
-    """What every rank raises when the operating system refuses to write one rank's file."""
+    """Every rank's error if the operating system refuses to write one rank's file."""
     folder = Path(f"{case['save']}-{background}")
     if run.layout.rank == case["failing_rank"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))

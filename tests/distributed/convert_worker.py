@@ -1,6 +1,8 @@
-"""Run on every rank: the commands of checkpoints_tools, one after the other in one set of processes.
+"""Run on every rank: the commands of checkpoints_tools,
+one after the other in one set of processes.
 
-Argument: a JSON file, [[command, [argument, ...]], ...]. Rank 0 prints the exit code of each that has one.
+Argument: a JSON file, [[command, [argument, ...]], ...].
+Rank 0 prints the exit code of each that has one.
 """
 
 import json

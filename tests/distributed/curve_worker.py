@@ -1,7 +1,8 @@
-"""Run on every rank: the demo's training, 20 steps on the same samples, with fused kernels on and off, at two layouts.
+"""Run on every rank: the demo's training, 20 steps on the same samples, with fused kernels on and
+off, at two layouts.
 
-Argument: the file that rank 0 saves {"layout/auto|off": {"curve": [metrics of each step],
-"calls": [of the fused head, of the composed head]}} to.
+Argument: the file for rank 0's results, {"layout/auto|off": {"curve": [metrics of each step],
+"calls": [of the fused head, of the composed head]}}.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""Run on every rank: rank 0 hands out bytes at several layouts, and brings a batch that it cannot cut.
+"""Run on every rank: rank 0 hands out bytes at several layouts, and brings a batch it cannot cut.
 
-Argument: the file that rank 0 saves to, by layout, what every rank got, where it is, how many bytes it sent to single
-ranks, and what it raised.
+Argument: the file for rank 0's results. By layout and rank it holds the bytes received, the rank's
+place, the number of bytes sent to single ranks, and the error.
 """
 
 import sys
@@ -44,7 +44,7 @@ def handed_out(layout: ParallelLayout) -> dict:
 
 
 def refusal(layout: ParallelLayout) -> list[str]:
-    """What this rank raises where rank 0 has samples over the cap: the error's kind and its sentence."""
+    """This rank's error if rank 0 has samples over the cap: its kind and its sentence."""
     cap = "actor_rollout_ref.actor.max_tokens_per_microbatch=8"
     config = load_config(None, ["actor_rollout_ref.model.path=unused", cap])
     distribute = StepDistributor(config, layout, model_spec(model_json_named("qwen2.5-0.5b"), ""))
@@ -60,7 +60,8 @@ def main(path: str) -> None:
     answers = {}
     for name, sizes in LAYOUTS.items():
         layout = ParallelLayout.initialize(**sizes)
-        refused = refusal(layout)  # first: what is handed out after it shows that all ranks are at the same point
+        # first: the hand-out after it shows that all ranks are at the same point
+        refused = refusal(layout)
         answers[name] = layout.gather(handed_out(layout) | {"refused": refused}), layout.replicas
         leave(layout)
     if dist.get_rank() == 0:

@@ -1,6 +1,7 @@
-"""Jobs of two ranks that hang, or do not: python hang_worker.py FOLDER. Prints what became of each as JSON.
+"""Jobs of two ranks that hang, or do not: python hang_worker.py FOLDER. Prints their ends as JSON.
 
-Every rank is a fork of this process, which has imported torch: that takes longer than all that happens here.
+Every rank is a fork of this process, which has imported torch:
+the import takes longer than the jobs.
 """
 
 import json
@@ -44,7 +45,8 @@ def stop(number: int) -> Callable[[int], None]:
 
 
 def write_for_ever(rank: int) -> None:
-    """As where the storage of one node hangs: the process that writes its part of a checkpoint never ends."""
+    """As with the hanging storage of one node: the process writing its part
+    of a checkpoint never ends."""
     agreement = Agreement(None, DEADLINE_S)
     write = lambda: time.sleep(3600 if rank == 1 else 0) or []  # noqa: E731
     pending = PendingSave(agreement, Path("folder"), write, lambda results: None, background=True)
@@ -53,7 +55,7 @@ def write_for_ever(rank: int) -> None:
 
 
 def leave_late(rank: int) -> None:
-    """The other rank leaves, and nobody hears of it any more for longer than the limit."""
+    """The other rank leaves, and is silent for longer than the limit."""
 
 
 SCENARIOS: dict[str, Callable[[int], None]] = {
@@ -68,7 +70,8 @@ SCENARIOS: dict[str, Callable[[int], None]] = {
 
 
 def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
-    """Three steps, in the last of which there is trouble; rank 1 leaves at once, rank 0 after more than the limit."""
+    """Three steps, with trouble in the last; rank 1 leaves at once,
+    rank 0 after more than the limit."""
     watchdog._WRITING_S = WRITING_S
     dist.init_process_group("gloo", timeout=timedelta(seconds=DEADLINE_S))
     with Watchdog(Agreement(None, DEADLINE_S), folder / "hang", {"update": LIMIT_S}, 2 * LIMIT_S, LIMIT_S) as own:
@@ -77,7 +80,8 @@ def train(rank: int, trouble: Callable[[int], None], folder: Path) -> None:
             watchdog.begin_step(step)
             with watchdog.phase("distribute"):
                 dist.all_reduce(torch.ones(1))
-                time.sleep(2.5 * PUBLISH_INTERVAL_S * (step == 2))  # so that the others have heard of it
+                # so that the others have heard of it
+                time.sleep(2.5 * PUBLISH_INTERVAL_S * (step == 2))
             if step == 3 and trouble is sleep_before_update:
                 trouble(rank)
             with watchdog.phase("update"):
@@ -112,7 +116,7 @@ def start(rank: int, trouble: Callable[[int], None], folder: Path, port: int) ->
 
 
 def end_of(pid: int, deadline: float) -> int | None:
-    """Exit code; none where it is there after the deadline, and killed."""
+    """Exit code; None: still there after the deadline, and killed."""
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -128,7 +132,8 @@ def main() -> None:
     for name, trouble in SCENARIOS.items():
         folder, port = root / name.replace(" ", "-"), free_port()
         folder.mkdir()
-        if name == "no file is written":  # as where the storage hangs: nobody reads, so that none is ever opened
+        # as on hanging storage: nobody reads, so none is ever opened
+        if name == "no file is written":
             (folder / "hang").mkdir()
             for rank in range(WORLD):
                 os.mkfifo(folder / "hang" / f"rank-{rank}.txt")

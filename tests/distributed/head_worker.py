@@ -1,4 +1,5 @@
-"""Run on every rank: every case of tests/head_cases.py through the training head, saved by rank 0. Argument: file."""
+"""Run on every rank: every case of tests/head_cases.py through the training head, saved by rank 0.
+Argument: the file."""
 
 import sys
 from dataclasses import replace
@@ -14,8 +15,8 @@ from tests.head_cases import CASES, Case, Inputs, inputs_of, loss_of
 
 
 def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: bool) -> dict:
-    """This rank's answers, its gradients brought together. tied: the weight is an embedding's too, with Megatron's
-    marks."""
+    """This rank's answers, its gradients brought together. tied: the weight is an embedding's too,
+    with Megatron's marks."""
     rank, size = group.rank(), group.size()
     columns = case.vocab // size
     shard = inputs_of(case).weight_VH[rank * columns : (rank + 1) * columns]
@@ -26,10 +27,11 @@ def run(case: Case, group: dist.ProcessGroup, sequence_parallel: bool, tied: boo
         inputs = inputs_of(case, micro_batch)
         answer, hidden, plain, kl = one_pass(case, inputs, weight, group, sequence_parallel)
         if tied and case.rows:
-            (answer.loss_sum + weight[0].double().sum()).backward()  # the embedding's own use of the weight
+            # the embedding's own use of the weight
+            (answer.loss_sum + weight[0].double().sum()).backward()
         else:
             answer.loss_sum.backward()
-        # what Megatron's hook does
+        # as Megatron's hook does
         if weight.grad is not None and (not weight.grad_added_to_main_grad or weight.zero_out_wgrad):
             weight.main_grad += weight.grad
         weight.grad = None

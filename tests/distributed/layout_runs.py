@@ -1,4 +1,4 @@
-"""One rollout step at many layouts, and the comparison of what two of them gave."""
+"""One rollout step at many layouts, and the comparison of two results."""
 
 import json
 import os
@@ -22,10 +22,12 @@ def run_layouts(
     others: Mapping[str, Path] | None = None,
     start: Callable[[Path, int, str], str] = run_ranks,
 ) -> dict[str, dict]:
-    """Return what `layout_worker` gave, under "layout/variant". One start per number of processes runs all its layouts.
+    """Return the results of `layout_worker`, under "layout/variant". One start per number of
+    processes runs all its layouts.
 
-    REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of another one. The
-    variable LAYOUT_CASES restricts the runs to some names, for whoever wants one comparison quickly.
+    REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of
+    another one. The variable LAYOUT_CASES restricts the runs to some names, for one quick
+    comparison.
     """
     if only := os.environ.get("LAYOUT_CASES", "").split():
         layouts = restricted(layouts, only)
@@ -44,7 +46,7 @@ def run_layouts(
 
 
 def restricted(layouts: Layouts, only: Iterable[str]) -> Layouts:
-    """Return the layouts with these cases alone."""
+    """Return the layouts with only these cases."""
     chosen = {
         world: {
             name: (sizes, {variant: what for variant, what in variants.items() if f"{name}/{variant}" in only})
@@ -77,15 +79,17 @@ def assert_same(got: dict, expected: dict) -> None:
     assert got is not expected, "it would be compared with itself"
     assert got["metrics"].keys() == expected["metrics"].keys()
     for name, value in expected["metrics"].items():
-        # means of terms of order 1 (sums of up to 24 of them) that cancel: a few float32 roundings remain, 6e-8 each.
-        # A largest ratio is of one token: exp of the difference of two log-probs, each exact to 1e-5 (test_parity.py)
+        # means of terms of order 1 (sums of up to 24 of them) cancel: a few float32 roundings
+        # remain, 6e-8 each. A largest ratio is of one token: exp of the difference of two
+        # log-probs, each exact to 1e-5 (test_parity.py)
         rel = 2e-5 if name.endswith("ratio_max") else 1e-5
         assert got["metrics"][name] == pytest.approx(value, rel=rel, abs=1e-6), name
     for what in ("gradients", "weights"):
         if what in got:
             assert got[what].keys() == expected[what].keys()
-            # advantages of a group sum to zero, so gradients are small differences of large terms: what is rounded away
-            # goes with the largest gradient of the model as well as with the parameter's own
+            # advantages of a group sum to zero, so gradients are small differences of large terms.
+            # The rounding goes with the largest gradient of the model as well as with the
+            # parameter's own
             largest = max(tensor.abs().max() for tensor in expected[what].values())
             for name, tensor in expected[what].items():
                 error = (got[what][name] - tensor).abs().max()
@@ -93,6 +97,6 @@ def assert_same(got: dict, expected: dict) -> None:
 
 
 def assert_same_as(results: Mapping[str, dict], case: str, base: str) -> None:
-    """Assert that a run gave what another one did; the other is not compared with itself."""
+    """Assert that two runs gave the same; a comparison of the other with itself is skipped."""
     if case != base:
         assert_same(results[case], results[base])

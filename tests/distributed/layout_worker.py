@@ -1,6 +1,8 @@
-"""Run on every rank: one rollout step's loss, metrics and gradients for many layouts and cuts, saved by rank 0.
+"""Run on every rank: one rollout step's loss, metrics and gradients for many layouts and cuts,
+saved by rank 0.
 
-Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, sizes, {variant: overrides}], ...]}.
+Arguments: a JSON file with {"model": path, "out": path, "layouts": [[name, sizes,
+{variant: overrides}], ...]}.
 """
 
 import functools
@@ -62,7 +64,8 @@ COMMON = [
     "actor_rollout_ref.actor.entropy_coef=0.01",
     "actor_rollout_ref.actor.max_tokens_per_microbatch=4096",
     "actor_rollout_ref.actor.optim.lr=1e-3",
-    # Adam divides by |gradient|: a large epsilon keeps rounding noise of vanishing gradients from becoming whole steps
+    # Adam divides by |gradient|: a large epsilon keeps the rounding noise of vanishing gradients
+    # from becoming whole steps
     "actor_rollout_ref.actor.optim.eps=1e-2",
     "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false",
     "actor_rollout_ref.actor.megatron.dtype=float32",
@@ -127,7 +130,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
 
 
 def states_of(policy: Policy) -> States:
-    """What is there, counted tensor by tensor, without the padding of Megatron's buffers."""
+    """The parts present here, counted tensor by tensor,
+    without the padding of Megatron's buffers."""
     parameters = [parameter for chunk in policy.model.chunks for parameter in chunk.parameters()]
     of_optimizer = 0
     for part in getattr(policy.state.optimizer, "chained_optimizers", [policy.state.optimizer]):
@@ -140,7 +144,7 @@ def states_of(policy: Policy) -> States:
 
 
 def num_bytes(value: object) -> int:
-    """0 for what is no tensor, and for a counter of steps."""
+    """0 for anything but a tensor, and for a counter of steps."""
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) and value.dim() else 0
 
 
@@ -154,8 +158,8 @@ def critic_step(critic: Critic, shard: StepShard, layout: ParallelLayout) -> dic
 
 
 def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLayout) -> dict[str, torch.Tensor]:
-    """ "advantages/sample" and, of estimators per token, "returns/sample" and "values/sample", [L], from every rank of
-    the last stage."""
+    """ "advantages/sample" and, of estimators per token, "returns/sample" and "values/sample", [L],
+    from every rank of the last stage."""
     own = {}
     if layout.is_last_stage:
         for batch in (batch for mini in mini_batches for batch in mini):
@@ -173,7 +177,8 @@ def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLa
 def dumped(
     config: Config, layout: ParallelLayout, groups: list[Group] | None, mini_batches: list[list[MicroBatch]]
 ) -> dict | None:
-    """What rank 0 has written of the tokens of the first groups; None where `dump_samples` is 0, and on the others."""
+    """Rank 0's records of the first groups' tokens; None with `dump_samples` 0,
+    and on the others."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder)).create()
         TokenDumps(config, layout, run).write(1, groups, mini_batches)
@@ -182,7 +187,7 @@ def dumped(
 
 
 def errors_of_a_poisoned_expert(policy: Policy, mini_batches, layout: ParallelLayout) -> list[str]:
-    """What each rank raises where the gradient of one expert of the last rank is not finite."""
+    """Each rank's error after a gradient of one expert of the last rank is not finite."""
     if layout.rank == layout.world_size - 1:
         next(expert_parameters(policy.model.chunks[-1])).register_hook(lambda gradient: gradient * math.nan)
     message = ""
@@ -198,8 +203,8 @@ def trained_source(
     layout: ParallelLayout,
     value: Callable[[torch.nn.Parameter], torch.Tensor] = lambda parameter: parameter.main_grad,
 ) -> WeightSource:
-    """What is trained, the weights or the adapters; of each parameter its gradient, or another value; zeros of a
-    router's bias, which is not trained."""
+    """The trained parameters, weights or adapters, each with its gradient or another value. Zeros
+    for a router's bias, which is not trained."""
 
     def value_or_zeros(parameter: torch.nn.Parameter) -> torch.Tensor:
         return value(parameter) if parameter.requires_grad else torch.zeros_like(parameter)
@@ -209,9 +214,9 @@ def trained_source(
 
 @contextmanager
 def first_step_recorded(learner: Policy | Critic, result: dict) -> Iterator[None]:
-    """Record what the first optimizer step of an update begins with, on every rank: in "first" the metrics of its
-    mini-batch alone, and in "gradients", where each rank has all of its stage's, the gradients before they are clipped.
-    """
+    """Record the start of an update's first optimizer step, on every rank. In "first": the metrics
+    of its mini-batch only. In "gradients": the gradients before they are clipped, once each rank
+    has all of its stage's."""
     accumulate = learner.accumulate_gradients
 
     def accumulate_and_record(mini_batch: MiniBatch, *loss: MicroBatchLoss) -> MetricSums | None:
@@ -236,7 +241,7 @@ def metrics_of_first(learner: Policy | Critic, part: MetricSums | None) -> dict[
 
 
 def small_buckets() -> None:
-    """Have Megatron reduce and gather with several buckets what would go in one, where it overlaps that with work."""
+    """Have Megatron reduce and gather in several buckets instead of one, overlapped with work."""
     config = optimizer.DistributedDataParallelConfig
     optimizer.DistributedDataParallelConfig = functools.partial(config, bucket_size=4000)
 

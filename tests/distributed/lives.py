@@ -1,6 +1,6 @@
-"""Lives of one training run: a real trainer on stand-in servers, ended at moments that are counted in what these see.
+"""Lives of one training run: a real trainer on stand-in servers, ended at moments counted by these.
 
-The trainer is the program that a user starts, in a process that has imported everything; its controller, its reward
+The trainer is the user's program, in a process with all imports done. Its controller, its reward
 workers and the writers of its checkpoints are processes as always.
 """
 
@@ -29,7 +29,7 @@ from tests.forked_commands import ForkedPopen
 from tests.forked_ranks import fork_server
 from tests.helpers import TAIL, free_port
 
-LIFE_S = 120.0  # for a life to end, and for what it started; far above what it takes
+LIFE_S = 120.0  # for the end of a life and of all its processes; far above the usual
 SAMPLING = ("generate", "token")
 PUSHING = ("update_weights_from_distributed",)
 
@@ -47,8 +47,8 @@ class Moment:
 
 
 def random_moments(number: int, seed: int, longest: int) -> list[Moment]:
-    """As many ordered stops as kills, mixed. Some kills are in the middle of a push, each other moment at a request or
-    a token of the first `longest`."""
+    """Ordered stops and kills in equal numbers, mixed. Some kills are in the middle of a push, each
+    other moment at a request or a token of the first `longest`."""
     chance = random.Random(seed)
     stops = [Moment(SAMPLING, chance.randint(1, longest), signal.SIGTERM) for _ in range(number // 2)]
     kills = [
@@ -63,7 +63,8 @@ def random_moments(number: int, seed: int, longest: int) -> list[Moment]:
 
 
 class Events:
-    """What the stand-ins report, in the order in which it comes. Acts, once a life, as soon as its moment has come."""
+    """The stand-ins' events, in order of arrival. Acts, once a life,
+    as soon as its moment has come."""
 
     def __init__(self, connections: Sequence[Connection]) -> None:
         self._connections = list(connections)
@@ -108,7 +109,7 @@ class Events:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """step: the last one that is done; rollout: what is kept of the rollout."""
+    """step: the last finished one; rollout: the saved part of the rollout."""
 
     step: int
     rollout: dict
@@ -116,10 +117,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Life:
-    """What became of one life. moment: None where it ended by itself.
+    """The record of one life. moment: None if it ended by itself.
 
-    resumed_after: the step that it went on from, as it said itself. before and after: the newest checkpoint, None where
-    there was none. requests: for responses, as they came to the servers. num_in_flight: of these, at the moment.
+    resumed_after: the step that it went on from, by its own words. before and after: the newest
+    checkpoint, or None. requests: for responses, as they came to the servers. num_in_flight: of
+    these, at the moment.
     """
 
     moment: Moment | None
@@ -132,7 +134,7 @@ class Life:
 
 
 class Lives:
-    """A run that is started again and again, on servers that stay."""
+    """A run started again and again, on lasting servers."""
 
     def __init__(self, config: Config, events: Events) -> None:
         self.run = RunFolder.of(config.trainer).create()
@@ -141,7 +143,7 @@ class Lives:
         write_whole(self._config_file, to_yaml(config))
 
     def live(self, moment: Moment | None, *overrides: str) -> Life:
-        """Start the trainer, and wait until it and all that it started have ended."""
+        """Start the trainer, and wait for the end of all its processes."""
         before = self._newest_checkpoint()
         self.run.log("checkpoints").unlink(missing_ok=True)
         process = self._start(overrides)
@@ -198,7 +200,7 @@ def wait_for_session(session: int) -> None:
 
 
 def processes_of(session: int) -> list[psutil.Process]:
-    """Those that run: of one whose parent is gone the rest may stay for a while."""
+    """The running ones: after their parent's death some may stay for a while."""
     members = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -209,7 +211,7 @@ def processes_of(session: int) -> list[psutil.Process]:
 
 @contextmanager
 def stand_ins(number: int) -> Iterator[tuple[list[str], Events]]:
-    """Servers that outlive the lives, by URL, and what they report."""
+    """Servers that outlive the lives, by URL, and their events."""
     pipes = [fork_server().Pipe(duplex=False) for _ in range(number)]
     servers = [Server(watcher) for _, watcher in pipes]
     try:

@@ -1,7 +1,8 @@
-"""Run on every rank: log-probs of given sequences and an exported checkpoint, for models x layouts; saved by rank 0.
+"""Run on every rank: log-probs of given sequences and an exported checkpoint, for models x layouts;
+saved by rank 0.
 
-Arguments: a JSON file with {"layouts": [[name, sizes, {model: path}], ...], "sequences": [[token, ...], ...], "out":
-folder}.
+Arguments: a JSON file with {"layouts": [[name, sizes, {model: path}], ...], "sequences": [[token,
+...], ...], "out": folder}.
 """
 
 import json
@@ -55,7 +56,8 @@ BUCKET_BYTES = 2**15
 
 
 def peak_of_gathering(model, layout: ParallelLayout) -> list[tuple[int, int, int]]:
-    """Of each rank: most bytes of tensors that one bucket took, bytes of the largest tensor, and of all of them."""
+    """Of each rank: most bytes of tensors in one bucket, bytes of the largest tensor,
+    and of all."""
     source = WeightSource(model, layout)
     specs = source.specs()
     sizes = [spec.num_bytes for spec in specs]
@@ -79,7 +81,8 @@ def main() -> None:
             megatron = MegatronConfig(pipeline_layers=layers)
             model = build_model(read_model_spec(path), layout, megatron, head_chunk_size=16)
             load_hf_weights(model, path, layout)
-            for packed in (True, False) if layout.cp == 1 else (True,):  # only a packed micro-batch can be cut
+            # only a packed micro-batch can be cut
+            for packed in (True, False) if layout.cp == 1 else (True,):
                 gathered: list = [None] * layout.world_size
                 own = log_probs(model, layout, samples, packed)
                 dist.all_gather_object(gathered, own, group=layout.cpu_group)

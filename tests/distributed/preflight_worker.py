@@ -1,7 +1,8 @@
-"""Preflights of several nodes, all on this machine: python preflight_worker.py FOLDER. What node I of job NAME said is
-in FOLDER/NAME-I.log; the exit codes are printed as JSON.
+"""Preflights of several nodes, all on this machine: python preflight_worker.py FOLDER. The output
+of node I of job NAME is in FOLDER/NAME-I.log; the exit codes are printed as JSON.
 
-Every node is a fork of this process, which has imported torch: that takes longer than all that happens here.
+Every node is a fork of this process, which has imported torch:
+the import takes longer than the preflights.
 """
 
 import json
@@ -53,7 +54,8 @@ def impatient() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """roles: of the nodes, one letter each. troubles: node -> what is wrong with it. of_node: node -> its own words."""
+    """roles: of the nodes, one letter each. troubles: node -> its fault.
+    of_node: node -> its own words."""
 
     roles: str
     overrides: Sequence[str]

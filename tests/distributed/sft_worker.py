@@ -1,6 +1,8 @@
-"""Run on every rank: two optimizer steps of supervised fine-tuning at many layouts and cuts, saved by rank 0.
+"""Run on every rank: two optimizer steps of supervised fine-tuning at many layouts and cuts, saved
+by rank 0.
 
-Arguments: a JSON file with {"overrides": [...], "out": path, "layouts": [[name, sizes, {variant: overrides}], ...]}.
+Arguments: a JSON file with {"overrides": [...], "out": path, "layouts": [[name, sizes,
+{variant: overrides}], ...]}.
 """
 
 import json
@@ -23,8 +25,8 @@ NUM_STEPS = 2
 
 
 def run_variant(layout: ParallelLayout, overrides: list[str]) -> dict:
-    """Return gradients and metrics of the first step, metrics of both, the loss of the held-out file after them, and
-    the weights."""
+    """Return gradients and metrics of the first step, metrics of both, the loss of the held-out
+    file after them, and the weights."""
     config = load_config(None, overrides)
     policy = Policy(config, layout)
     distribute = ConversationDistributor(config, layout, policy.model.spec)

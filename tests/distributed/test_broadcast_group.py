@@ -1,4 +1,5 @@
-"""The trainer's end of a weight group, with real processes as the servers: what is left when one of them dies."""
+"""The trainer's end of a weight group, with real processes as the servers:
+the rest after one dies."""
 
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -12,12 +13,12 @@ from tests.forked_ranks import fork_server
 
 pytestmark = pytest.mark.distributed
 
-WAIT_S = 60.0  # far above what a connection takes to break
+WAIT_S = 60.0  # far above the time of a breaking connection
 NUM_BYTES = 4 << 20
 
 
 def receive(rank: int, port: int, pipe: Connection) -> None:
-    """Join as SGLang's helper of torch does, and receive when told to; tell what came of it."""
+    """Join as SGLang's helper of torch does, and receive when told to; report the outcome."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=10 * WAIT_S)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -38,8 +39,8 @@ def receive(rank: int, port: int, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("dead", [1, 2])
 def test_a_group_that_broke_lets_go_of_its_members_while_its_error_is_kept(dead: int):
-    """Who handles an error keeps it, with the frames of its traceback. Members that wait for the next broadcast learn
-    only by the end of the connection that there is none."""
+    """The handler of an error keeps it, with the frames of its traceback. Members waiting for the
+    next broadcast learn of its absence only by the end of the connection."""
     group = BroadcastGroup("weights", "127.0.0.1", 3, torch.device("cpu"), WAIT_S)
     context = fork_server()
     pipes, processes = {}, {}
@@ -60,7 +61,8 @@ def test_a_group_that_broke_lets_go_of_its_members_while_its_error_is_kept(dead:
 
         living = pipes[3 - dead]
         answers = []
-        while "broken" not in answers:  # gloo may have sent to the living one before it met the dead one
+        # gloo may have sent to the living one before it met the dead one
+        while "broken" not in answers:
             assert len(answers) < 2
             living.send("receive")
             assert living.poll(WAIT_S), "it waits for a group that was given up"

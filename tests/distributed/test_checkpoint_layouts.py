@@ -1,6 +1,6 @@
 """A checkpoint continues the run: bit for bit in its own layout, to rounding in every other.
 
-Each start goes through the cases of one number of processes in turn; later ones load what earlier ones saved.
+Each start goes through the cases of one number of processes in turn; later ones load earlier saves.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
 
-# name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded where TP is 2
+# name: (processes, sizes, sharded optimizer); a vocabulary of 67 is padded with TP 2
 WRITERS = {"tp2": (2, {"tp": 2}, False), "tp2_cp2": (4, {"tp": 2, "sp": True, "cp": 2}, True)}
 READERS = {
     "pp2": (2, {"pp": 2}, False),
@@ -29,8 +29,8 @@ READERS = {
     "cp2_dp2": (4, {"cp": 2}, True),  # to a checkpoint the same as DP 4
     "tp1": (1, {}, False),
 }
-# of a mixture of experts behind a dense layer: spread over tensor-parallel ranks, over these and data-parallel ones, on
-# every rank, or cut
+# of a mixture of experts behind a dense layer: spread over tensor-parallel ranks, over these and
+# data-parallel ones, on every rank, or cut
 MIXTURE_WRITERS = {
     "moe_tp2_ep2": (2, {"tp": 2, "sp": True, "ep": 2}, False),
     "moe_dp2": (2, {}, False),
@@ -49,7 +49,7 @@ MOE_READERS = {
 # of gpt-oss: sinks, and experts with biases
 BIASED_WRITERS = {"biased_tp2_ep2": (2, {"tp": 2, "sp": True, "ep": 2}, True)}
 BIASED_READERS = {"dp2_ep2": (2, {"ep": 2}, False), "pp2": (2, {"pp": 2}, True), "tp1": (1, {}, False)}
-# of adapters, of which a checkpoint holds these alone
+# of adapters: a checkpoint holds nothing else
 LORA_WRITERS = {"lora_tp2": (2, {"tp": 2, "sp": True}, True)}
 LORA_READERS = {"pp2": (2, {"pp": 2}, False), "tp1": (1, {}, True)}
 LORA_MIXTURE_WRITERS = {"lora_moe_tp2_etp2": (2, {"tp": 2, "sp": True, "etp": 2}, True)}
@@ -67,7 +67,8 @@ SAME = {
     "moe_dp2_ep2": (2, {"ep": 2}, True),
     "lora_dp2_half": (2, {}, True),
 }
-SAVED_AT_ONCE = ("tp1", "dp2_half")  # there also from a checkpoint that was not written in the background
+# there also from a checkpoint that was not written in the background
+SAVED_AT_ONCE = ("tp1", "dp2_half")
 STEPS, END = 3, 6
 
 
@@ -85,7 +86,8 @@ def adapters(name: str) -> list[str]:
 
 
 def kind_of(name: str, weights: str = "start") -> str:
-    """The model of a writer's checkpoint. weights: "start", or "other" values, which loading must overwrite."""
+    """The model of a writer's checkpoint. weights: "start", or "other" values,
+    which loading must overwrite."""
     if is_lora(name):
         return "moe" if is_moe(name) else "start"  # weights that are in no checkpoint
     if name.startswith("biased"):
@@ -93,7 +95,7 @@ def kind_of(name: str, weights: str = "start") -> str:
     return {"start": "moe", "other": "other_moe"}[weights] if is_moe(name) else weights
 
 
-# what processes of a number wrote can be read by as many, and by those that come later; see `results`
+# files of a number of processes can be read by the same number, and by later ones; see `results`
 READ_BY = (
     (WRITERS, READERS),
     (MIXTURE_WRITERS, MOE_READERS),
@@ -114,13 +116,14 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """Name of a case -> what it gave."""
+    """Name of a case -> its results."""
     folder = tmp_path_factory.mktemp("checkpoints")
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     mixture = dict(shape, layers=2, num_experts=4)
     models = {
         "start": make_tiny(folder / "start", "qwen2", **shape),
-        "other": make_tiny(folder / "other", "qwen2", seed=5, **shape),  # what is not loaded keeps its values
+        # values outside the load stay
+        "other": make_tiny(folder / "other", "qwen2", seed=5, **shape),
         "tied": make_tiny(folder / "tied", "qwen2", tied=True, **shape),
         "other_tied": make_tiny(folder / "other_tied", "qwen2", tied=True, seed=5, **shape),
         "longer": make_tiny(folder / "longer", "qwen2", **{**shape, "layers": 6}),
@@ -145,7 +148,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
 
 
 def cases_of(world: int, folder: Path) -> list[dict]:
-    """In an order in which whatever is loaded has been saved."""
+    """In an order with each save before its loads."""
     cases = []
     for name, (processes, sizes, sharded) in ALL_WRITERS.items():
         case = dict(sizes=sizes, sharded=sharded, steps=(0, STEPS), more=STEPS + 1, model=kind_of(name))
@@ -178,7 +181,8 @@ def cases_of(world: int, folder: Path) -> list[dict]:
 
 
 def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[dict]:
-    """Six steps; as many with a save after three, while training goes on; three from that checkpoint."""
+    """Six steps; six with a save after three, while training goes on;
+    three from that checkpoint."""
     case = dict(sizes=sizes, sharded=sharded, dtype="bfloat16" if "half" in name else "float32")
     through = dict(case, steps=(0, STEPS), more=END, model=kind_of(name), overrides=adapters(name))
     saved = str(folder / f"same_{name}")
@@ -239,8 +243,8 @@ def refusals(folder: Path) -> list[dict]:
 def assert_close(actual: dict[str, float], expected: dict[str, float]) -> None:
     assert actual.keys() == expected.keys() and len(actual) > 5
     for name, value in expected.items():
-        # a loss is a mean of terms of order 1 that cancel, others are differences of log-probs: of them a few float32
-        # roundings of 6e-8 remain, however small the sum is
+        # a loss is a mean of terms of order 1 that cancel, others are differences of log-probs.
+        # Even small sums keep a few float32 roundings of 6e-8
         precision = dict(rel=1e-6) if name == "actor/lr" else dict(rel=1e-5, abs=2e-6)
         assert actual[name] == pytest.approx(value, **precision), name
 
@@ -276,13 +280,14 @@ def test_a_checkpoint_of_uneven_chunks_is_the_same_in_even_ones(results):
 
 
 def test_every_rank_writes_files_of_bounded_size(results):
-    """torch's writer keeps what a file holds in memory until the file ends."""
+    """torch's writer keeps a file's contents in memory until the file ends."""
     files = results["write/tp2_cp2"]["files"]
     assert files == [f"__{number}_0.distcp" for number in range(len(files))] and len(files) >= 8
 
 
 def test_megatron_itself_reads_the_tensors(results):
-    """Under its names, whole and unpadded, though tensor-, data- and sequence-parallel ranks wrote them."""
+    """Under its names, whole and unpadded, though tensor-,
+    data- and sequence-parallel ranks wrote them."""
     read, written = results["stock"], results["write/tp2_cp2"]["tensors"]
     layer = "decoder.layers.2.mlp"
     pairs = {

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face gives back the files, whatever layouts wrote and read in between."""
+"""Hugging Face -> Megatron -> Hugging Face gives back the files, with any layouts in between."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_a_failure_on_several_processes_is_one_sentence_and_leaves_nothing(folde
             REPOSITORY / "checkpoints_tools" / "hf_to_megatron.py", 2,
             "--hf-model", f"{folder}/llama_files", "--output", str(tmp_path / "out"), "--pp", "1", "--tp", "1",
         )  # fmt: skip
-    ranks = str(failure.value).split("--- rank ")[1:]  # what comes before is torchrun's
+    ranks = str(failure.value).split("--- rank ")[1:]  # torchrun's output comes first
     assert len(ranks) == 1 and "Traceback" not in ranks[0]
     assert "--tp 1 x --pp 1 is 1 processes, but 2 were started" in ranks[0]
     assert not list(tmp_path.iterdir())

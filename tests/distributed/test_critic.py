@@ -1,7 +1,9 @@
-"""The critic is transformers' model with a linear head, and what it learns does not depend on how a step was cut.
+"""The critic is transformers' model with a linear head;
+the cut of a step does not change its learning.
 
-One start per number of processes runs all its layouts (see layout_worker); every case is compared with the plain
-single-process run, and that run with float64 oracles: values by transformers, advantages by a loop over the tokens.
+One start per number of processes runs all its layouts (see layout_worker). Every case is compared
+with the plain single-process run, and that run with float64 oracles: values by transformers,
+advantages by a loop over the tokens.
 """
 
 import shutil
@@ -49,7 +51,8 @@ SMALL = ["actor_rollout_ref.actor.max_tokens_per_microbatch=96", "critic.max_tok
 PADDED = ["actor_rollout_ref.actor.max_tokens_per_microbatch=128", "actor_rollout_ref.model.use_remove_padding=false"]
 HUBER = ["critic.loss_type=huber", "critic.cliprange_value=null"]
 SHARDED = [*SMALL, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
-UNEVEN = [*SMALL, "actor_rollout_ref.actor.megatron.pipeline_layers=[2,1,1,0]"]  # the last chunk is a head alone
+# the last chunk is only a head
+UNEVEN = [*SMALL, "actor_rollout_ref.actor.megatron.pipeline_layers=[2,1,1,0]"]
 VARIANTS = {"whole": [], "small": SMALL, "padded": PADDED, "sharded": SHARDED, "uneven": UNEVEN}
 CHOSEN = {
     "tp1": ("whole", "small", "padded"),
@@ -70,7 +73,7 @@ def variants(layout: str, critic: Path) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """The actor, tied; a critic of other weights, with a value head, and of a policy's head that nobody reads."""
+    """The actor, tied; a critic of other weights, with a value head and an unread policy head."""
     folder = tmp_path_factory.mktemp("critic")
     shape = dict(vocab=VOCAB, layers=4, hidden=HIDDEN, heads=4, kv_heads=2)
     actor = make_tiny(folder / "actor", "qwen3", tied=True, **shape)
@@ -88,7 +91,7 @@ def with_value_head(critic: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory) -> dict[str, dict]:
-    """ "layout/variant" -> what the run gave."""
+    """ "layout/variant" -> the run's results."""
     actor, critic = models
     layouts = {
         world: {name: (sizes, variants(name, critic)) for name, sizes in of_world.items()}
@@ -119,7 +122,8 @@ def test_values_returns_and_whitened_advantages_are_those_of_one_process(results
     got, expected = results[case]["estimates"], results["tp1/whole"]["estimates"]
     assert got.keys() == expected.keys() and len(got) == 3 * 32
     for name, row in expected.items():
-        # values of order 1 from 4 layers of float32; returns and advantages are sums of up to 24 of them
+        # values of order 1 from 4 layers of float32; returns and advantages are sums of up
+        # to 24 of them
         torch.testing.assert_close(got[name], row, rtol=1e-5, atol=1e-5, msg=name)
 
 
@@ -147,7 +151,8 @@ def values(models, samples, tmp_path_factory) -> dict[int, torch.Tensor]:
 def transformers_values(
     critic: Path, samples: list[TrainSample], folder: Path, dtype: torch.dtype
 ) -> dict[int, torch.Tensor]:
-    """Of every position: the last hidden states of transformers, computed in dtype, times the head."""
+    """Of every position: the last hidden states of transformers, computed in dtype,
+    times the head."""
     from transformers import AutoModel
 
     head = load_file(critic / "model.safetensors")
@@ -173,7 +178,8 @@ def test_values_equal_transformers_and_are_0_at_uncounted_tokens(results, sample
 
 
 def test_returns_and_advantages_are_those_of_a_loop_over_the_tokens(results, samples, rewards, values):
-    """GAE (arXiv 1506.02438) over the tokens that count alone, the reward at the last of them; whitened over all."""
+    """GAE (arXiv 1506.02438) over counted tokens only, the reward at the last of them;
+    whitened over all."""
     returns, advantages = {}, {}
     for sample in samples:
         counted = [t for t, mask in enumerate(sample.loss_mask) if mask]
@@ -193,8 +199,8 @@ def test_returns_and_advantages_are_those_of_a_loop_over_the_tokens(results, sam
 
 
 def test_the_first_loss_is_the_mean_over_tokens_of_the_clipped_one(results, samples):
-    """At the first optimizer step the values are the old ones, so that nothing is clipped yet; explained variance is
-    that of the old values."""
+    """At the first optimizer step the values are the old ones, so nothing is clipped yet; explained
+    variance is of the old values."""
     first, estimates = results["tp1/whole"]["critic"]["first"], results["tp1/whole"]["estimates"]
     huber = results["tp1/huber"]["critic"]["first"]
     matches = []
@@ -225,7 +231,7 @@ def _pairs_of_groups(samples: list[TrainSample]) -> list[list[TrainSample]]:
 
 
 def test_a_critic_of_a_policys_checkpoint_begins_with_values_of_0_and_learns(results):
-    """Its head is new, its body is the (tied) policy's: the first gradient is the head's alone."""
+    """Its head is new, its body is the (tied) policy's: only the head has a first gradient."""
     run = results["tp1/body"]
     assert all(not row.any() for name, row in run["estimates"].items() if name.startswith("values/"))
     moved = {name for name, gradient in run["critic"]["gradients"].items() if gradient.any()}

@@ -1,4 +1,5 @@
-"""Critics other than dense ones in float32: a mixture of experts, and both in bfloat16, against transformers."""
+"""Critics other than dense ones in float32: a mixture of experts, and both in bfloat16,
+against transformers."""
 
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def critics(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """Family -> "layout/variant" -> what the run gave. The actor is the critic's body with its policy head."""
+    """Family -> "layout/variant" -> the run's results.
+    The actor is the critic's body with its policy head."""
     folder = tmp_path_factory.mktemp("results")
     by_family: dict[str, dict] = {}
     for family, critic in critics.items():
@@ -49,7 +51,7 @@ def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
 
 
 def sizes_for(family: str, sizes: dict) -> dict:
-    """The same without expert parallelism where there are no experts."""
+    """The same without expert parallelism for dense models."""
     return sizes if family == "qwen3_moe" else {name: size for name, size in sizes.items() if name != "ep"}
 
 
@@ -103,8 +105,9 @@ def test_every_expert_and_the_router_of_a_critic_get_a_gradient(results):
 def test_values_in_bfloat16_are_as_near_to_float64_as_those_of_transformers_in_bfloat16(
     results, samples, values, family, layout
 ):
-    """Both round the same weights and, in another order, the same activations: their errors are two draws from one
-    distribution, so that the root mean squares over several hundred tokens agree, and the largest are of one size."""
+    """Both round the same weights and, in another order, the same activations: their errors are two
+    draws from one distribution. So the root mean squares over several hundred tokens agree, and the
+    largest are of one size."""
     exact = values(family, torch.float64)
     of_transformers = (values(family, torch.bfloat16) - exact).abs()
     ours = (estimated(results[family][f"{layout}/half"], samples, "values") - exact).abs()
@@ -114,8 +117,9 @@ def test_values_in_bfloat16_are_as_near_to_float64_as_those_of_transformers_in_b
 
 @pytest.mark.parametrize(("family", "layout"), HALF_CASES)
 def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(results, family, layout):
-    """Roundings of 2^-8 add up over the layers, and a token near the edge goes to another expert: of the whole gradient
-    that is a few per cent. The share of a rank or an expert that is lost or counted twice would be half of it."""
+    """Roundings of 2^-8 add up over the layers, and a token near the edge goes to another expert.
+    The effect is a few per cent of the whole gradient. A lost or doubled share of a rank or an
+    expert would be half of it."""
     run, exact = (results[family][case]["critic"] for case in (f"{layout}/half", "tp1/whole"))
     assert run["gradients"].keys() == exact["gradients"].keys()
     gradients, exact_gradients = (

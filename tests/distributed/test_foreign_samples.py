@@ -1,4 +1,4 @@
-"""A batch that another model wrote is not trained on: the run says which server did, saves what it has, and stops."""
+"""A batch from another model is not trained on: the run names the server, saves and stops."""
 
 import os
 import re
@@ -38,8 +38,9 @@ def written_by(server: str, log_prob: float, group: Group, weight_version: int) 
 
 
 def batches(folder: Path, second_version: int) -> Path:
-    """Of two steps: the first has no token of the step's own weights or older ones, and cannot be checked; of the
-    second a quarter comes from a server whose log-probs no model of this size has."""
+    """Two steps. The first has no token of the step's own weights or older ones, and cannot be
+    checked. A quarter of the second comes from a server with the log-probs of no model of this
+    size."""
     for step, version in ((1, 7), (2, second_version)):
         groups = synthetic_groups(64, num_groups=16, n=8, max_prompt=8, max_response=40, seed=step)
         groups = [
@@ -54,8 +55,9 @@ def batches(folder: Path, second_version: int) -> Path:
 def test_a_batch_of_another_model_ends_the_run_on_all_ranks_with_the_step_before_saved(
     tmp_path, num_optimizer_steps, max_staleness
 ):
-    """With one optimizer step per rollout step no log-probs are computed before the update: its own forward pass
-    tells, before the step is taken. Where rollouts may run ahead, weights of one version before wrote all of it."""
+    """With one optimizer step per rollout step no log-probs are computed before the update: its own
+    forward pass tells, before the step is taken. If rollouts may run ahead, weights of one version
+    before wrote all of it."""
     keys = [
         f"{MAX_MISMATCH}=8.0",  # the base model on random tokens is some nats off, at any log-prob
         f"actor_rollout_ref.actor.ppo_mini_batch_size={16 // num_optimizer_steps}",

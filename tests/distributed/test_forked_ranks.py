@@ -1,4 +1,4 @@
-"""What the distributed tests wait for: ranks that compute may take long, ranks that do not are stuck."""
+"""Limits of the distributed tests: computing ranks may take long, idle ones are stuck."""
 
 import pytest
 

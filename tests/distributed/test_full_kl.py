@@ -1,5 +1,7 @@
-"""The KL over the whole vocabulary, in the loss and in the reward: the same number and gradients for every layout and
-head, and the number that transformers gives."""
+"""The KL over the whole vocabulary, in the loss and in the reward, at every layout and head.
+
+The same number and gradients everywhere, and transformers' number.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def models(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def results(models, tmp_path_factory) -> dict[str, dict]:
-    """ "layout/variant" -> what the run gave."""
+    """ "layout/variant" -> the run's results."""
     actor, reference = models
     return run_layouts(tmp_path_factory.mktemp("full_kl"), actor, LAYOUTS, reference)
 
@@ -57,7 +59,8 @@ def test_loss_metrics_gradients_and_weights_are_those_of_one_process(results, ca
 
 
 def test_the_penalty_equals_that_of_transformers(models, results):
-    """sum_v p (log p - log q) of all logits in float64, the mean of the responses' means over their tokens."""
+    """sum_v p (log p - log q) of all logits in float64,
+    the mean of the responses' means over their tokens."""
     actor, reference = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval() for path in models)
     means = []
     for sample in (sample for group in synthetic_groups(VOCAB) for sample in group.samples):

@@ -1,4 +1,4 @@
-"""A job of which one rank hangs ends by itself, says which one and where, and leaves the stacks of those that live."""
+"""A job with a hung rank ends by itself, names rank and place, and leaves the survivors' stacks."""
 
 import json
 import re
@@ -18,7 +18,7 @@ WORKER = "tests/distributed/hang_worker.py"
 
 @pytest.fixture(scope="module")
 def hangs(tmp_path_factory) -> tuple[Path, dict[str, list[int | None]]]:
-    """The folder of all jobs, and the exit codes of their ranks; none = a rank that had to be killed."""
+    """The folder of all jobs, and the exit codes of their ranks; None: a rank had to be killed."""
     folder = tmp_path_factory.mktemp("hangs")
     command = [sys.executable, WORKER, str(folder)]
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": ""}
@@ -55,7 +55,7 @@ def test_a_rank_that_never_comes_to_the_phase_of_the_others_is_named(hangs):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_named_with_its_last_known_position(hangs, rank):
-    """Of rank 0 the store stops too, through which the ranks hear of each other."""
+    """Of rank 0 the store stops too, the ranks' means to hear of each other."""
     job, other = f"rank {rank} is stopped", 1 - rank
     assert hangs[1][job][other] == HANG_EXIT_CODE and hangs[1][job][rank] is None
     missing = read(hangs, job, f"rank-{other}.log").partition("missing: ")[2]
@@ -73,11 +73,11 @@ def test_the_stacks_and_the_flight_record_show_who_waits_and_who_does_not(hangs)
     sleeper = read(hangs, job, "hang/rank-1.txt")
     assert "in sleep_in_update" in sleeper and "in all_reduce" not in sleeper
     counts = [len(json.loads(read(hangs, job, f"hang/flight-gloo-rank-{rank}.json"))["entries"]) for rank in range(2)]
-    assert counts[0] == counts[1] + 1  # the all-reduce that rank 1 did not come to
+    assert counts[0] == counts[1] + 1  # rank 1 did not come to this all-reduce
 
 
 def test_storage_that_hangs_keeps_no_rank_from_ending_and_saying_who_is_missing(hangs):
-    """Those that wait for their files answer all the same: none is taken for the missing one."""
+    """Ranks waiting for their files answer all the same: none is taken for the missing one."""
     job = "no file is written"
     assert hangs[1][job] == [HANG_EXIT_CODE, HANG_EXIT_CODE]
     for rank in range(2):
@@ -89,12 +89,13 @@ def test_storage_that_hangs_keeps_no_rank_from_ending_and_saying_who_is_missing(
 
 
 def test_a_checkpoint_whose_writer_never_ends_is_waited_for_no_longer_than_a_phase_may_take(hangs):
-    """At the next save, at a stop or at the end of the run: the rank whose files are missing is named."""
+    """At the next save, at a stop or at the end of the run: the rank without files is named."""
     job = "rank 1 writes for ever"
     assert hangs[1][job] == [HANG_EXIT_CODE, HANG_EXIT_CODE]
     for rank in range(2):
         lines = read(hangs, job, f"rank-{rank}.log").splitlines()
-        said = [line for line in lines if line.startswith("Hang: ")][-1]  # torch may tell of the rank that ended first
+        # torch may tell of the first rank to end
+        said = [line for line in lines if line.startswith("Hang: ")][-1]
         assert "no progress for 10 s in `checkpoint` of step 3" in said
         missing = said.partition("missing: ")[2]
         place = "is in `checkpoint` of step 3 at megatron_dapo/checkpointing/pending_save.py:"

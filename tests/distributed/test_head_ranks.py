@@ -1,4 +1,4 @@
-"""What the GPU tests ask of two ranks holds over gloo, on float32 and small."""
+"""The GPU tests' demands on two ranks hold over gloo, on float32 and small."""
 
 from pathlib import Path
 

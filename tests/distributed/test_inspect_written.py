@@ -1,4 +1,4 @@
-"""inspect_checkpoint on what Megatron wrote: layouts show in the pieces, and make no difference."""
+"""inspect_checkpoint on Megatron's files: layouts show in the pieces, and make no difference."""
 
 import json
 from pathlib import Path

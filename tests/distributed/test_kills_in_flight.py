@@ -1,4 +1,5 @@
-"""A run ahead of its servers' tokens that is stopped and killed again and again while they write: what holds of it."""
+"""A run ahead of its servers' tokens, stopped and killed again and again while they write:
+its promises."""
 
 import json
 import signal
@@ -30,7 +31,8 @@ Tokens = tuple[int, ...]
 
 
 def make_config(folder: Path, urls: list[str]) -> Config:
-    """More slots than there may be requests, so that all that may be asked for is. A checkpoint after each step."""
+    """More slots than possible requests, so that everything allowed is asked for. A checkpoint
+    after each step."""
     make_tiny(folder / "model", "qwen2", layers=2)
     rows = [{"prompt": f"{number:03d}=", "label": "0", "data_source": "any"} for number in range(1000)]
     (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -50,7 +52,8 @@ def make_config(folder: Path, urls: list[str]) -> Config:
             f"{rollout}.n={N}",
             f"{rollout}.max_staleness={MAX_STALENESS}",
             f"{rollout}.server_urls=[{','.join(urls)}]",
-            "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
+            # a stand-in's log-probs are no model's
+            "algorithm.rollout_correction.max_mismatch=null",
             "algorithm.rollout_correction.rollout_is=token",
             "algorithm.dynamic_sampling.enable=true",
             "algorithm.dynamic_sampling.max_num_gen_batches=20",
@@ -68,7 +71,7 @@ def make_config(folder: Path, urls: list[str]) -> Config:
 
 @dataclass(frozen=True)
 class History:
-    """A run of NUM_LIVES lives that were ended, and a last one that ended by itself, four steps later."""
+    """A run of NUM_LIVES ended lives, and a last one ending by itself, four steps later."""
 
     config: Config
     lives: list[Life]
@@ -118,7 +121,7 @@ def number_of(uid: str) -> int:
     return int(number)
 
 
-# ---------------------------------------------------------------------------------------------------- the lives
+# ---------------------------------------------------------------------------------------- the lives
 
 
 def test_every_life_goes_on_from_the_newest_checkpoint_and_ends_as_it_is_told(history):
@@ -130,7 +133,7 @@ def test_every_life_goes_on_from_the_newest_checkpoint_and_ends_as_it_is_told(hi
 
 
 def test_no_draw_is_asked_for_that_is_done_and_none_more_than_it_lacks(history):
-    """Each life asks for the rest of the draws that its checkpoint has open, and for new draws, in full."""
+    """Each life asks for the rest of its checkpoint's open draws, and for new draws, in full."""
     for life in history.lives:
         lacking = lacking_requests(life.before)
         num_drawn = life.before.rollout["queue"]["num_drawn"] if life.before else 0
@@ -140,11 +143,12 @@ def test_no_draw_is_asked_for_that_is_done_and_none_more_than_it_lacks(history):
             assert requests <= expected, f"{in_words(life)}: draw {number}"
 
 
-# ---------------------------------------------------------------------------------------------------- accounts
+# ----------------------------------------------------------------------------------------- accounts
 
 
 def test_every_draw_is_in_one_place_in_every_checkpoint_that_a_life_left(history, batches):
-    """Trained, filtered, waiting or open: counted in batches, metrics and the saved queue, each by itself."""
+    """Trained, filtered, waiting or open: counted in batches, metrics and the saved queue,
+    each by itself."""
     records = read_metrics(RunFolder.of(history.config.trainer).metrics)
     for life in history.lives:
         if life.after is None:
@@ -172,7 +176,7 @@ def test_every_step_trains_on_groups_of_its_own_that_are_not_too_old(history, ba
 
 
 def test_every_token_was_written_by_the_weights_of_its_version(history):
-    """Those of the run as it is in the end: a version that a kill undid had other weights."""
+    """Those of the run in the end: a version undone by a kill had other weights."""
     by_version = fingerprints(history.config, history.num_steps)
     assert all(len(values) == 1 for values in by_version.values()), "a label is wrong"
     assert len(set.union(*by_version.values())) == len(by_version) > NUM_LIVES // 2, (
@@ -180,7 +184,7 @@ def test_every_token_was_written_by_the_weights_of_its_version(history):
     )
 
 
-# ---------------------------------------------------------------------------------------------------- partial answers
+# ---------------------------------------------------------------------------------- partial answers
 
 
 def test_no_request_exceeds_the_context(history):
@@ -203,7 +207,7 @@ def test_what_a_stop_cut_off_is_asked_for_again_with_its_tokens(history):
 
 
 def test_tokens_of_before_a_stop_keep_their_log_probs_and_versions(history, batches):
-    """As long as no kill comes between: that costs the tokens of answers that are not finished."""
+    """As long as no kill comes between: that costs the tokens of unfinished answers."""
     num_kept = 0
     for life, following in zip(history.lives, history.lives[1:], strict=False):
         if following.code == -signal.SIGKILL or life.after is None:
@@ -236,7 +240,7 @@ def requests_by_draw(life: Life) -> dict[int, Counter[Tokens]]:
 
 
 def lacking_requests(checkpoint: Checkpoint | None) -> dict[int, Counter[Tokens]]:
-    """What has to be asked for to finish the draws that are open, by draw."""
+    """The requests needed to finish the open draws, by draw."""
     lacking = {}
     finished = {group["uid"] for group in checkpoint.rollout["queue"]["finished"]} if checkpoint else set()
     for draw in checkpoint.rollout["queue"]["open"] if checkpoint else ():
@@ -250,7 +254,7 @@ def lacking_requests(checkpoint: Checkpoint | None) -> dict[int, Counter[Tokens]
 
 
 def answers_by_draw(checkpoint: Checkpoint, batches: list[list]) -> dict[int, list[dict]]:
-    """All that there is of answers, as plain data with tokens, log_probs and weight_versions."""
+    """All existing parts of answers, as plain data with tokens, log_probs and weight_versions."""
     answers: dict[int, list[dict]] = defaultdict(list)
     queue = checkpoint.rollout["queue"]
     samples = [

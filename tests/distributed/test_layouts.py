@@ -1,9 +1,9 @@
-"""Loss, metrics, gradients and updated weights do not depend on how a rollout step was cut.
+"""Loss, metrics, gradients and updated weights do not depend on the cut of a rollout step.
 
-The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) that fits four processes, in small
-micro-batches, packed and as padded rectangles; on one process and on one layout of each kind with large ones too, and
-for every aggregation mode. One start per world size runs all its layouts; every case is compared with the plain
-single-process run.
+The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) for up to four
+processes. They go in small micro-batches, packed and as padded rectangles. On one process and on
+one layout of each kind, large micro-batches and every aggregation mode come on top. One start per
+world size runs all its layouts; every case is compared with the plain single-process run.
 """
 
 from collections.abc import Callable
@@ -53,12 +53,12 @@ LAYOUTS = {
     "cp2_dp2": {"cp": 2},
     "cp4": {"cp": 4},
 }
-# 1, 2 or 4 processes: what is not named is data parallelism
+# 1, 2 or 4 processes: the rest of the ranks are data parallelism
 WORLD_SIZES = {name: 1 if name == "tp1" else 2 if name in (*list(LAYOUTS)[1:6], "cp2") else 4 for name in LAYOUTS}
-# the head's gradient is in its buffer before backward begins; the reduction must wait for the hook all the same
+# the head's gradient is in its buffer before backward; the reduction must wait for the hook
 OVERLAP = {"overlap": ["actor_rollout_ref.actor.megatron.overlap_grad_reduce=true"]}
 DISTRIBUTED_OPTIMIZER = ["actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"]
-# the second optimizer step's forward pass waits for what the first one left scattered; what is pushed is whole
+# the second step's forward waits for the first one's scattered shards; pushed weights are whole
 OVERLAP |= {
     "gather": [
         *OVERLAP["overlap"],
@@ -77,20 +77,20 @@ KL = [
     "algorithm.use_kl_in_reward=true",
     "algorithm.kl_ctrl.kl_coef=0.05",
     "actor_rollout_ref.rollout.dump_samples=3",
-    "actor_rollout_ref.ref.path=REFERENCE",  # other weights than the actor's: a KL that is not 0
+    "actor_rollout_ref.ref.path=REFERENCE",  # other weights than the actor's: a KL other than 0
 ]
 # the reference is the actor as it begins: frozen weights compute the bits of trained ones
 OWN_REFERENCE = KL[:2]
 # an estimate per token, whitened over the rollout step
 REINFORCE = [*KL, "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
-# replayed samples, whose old log-probs are the recorded ones, with all that reads old log-probs
+# replayed samples, with recorded log-probs as old ones, and every reader of old log-probs
 REPLAY = [
     "exp_manager.experience_replay.enable=true",
     "algorithm.rollout_correction.rollout_is=token",
     *KL,
 ]
 CORRECTION = "algorithm.rollout_correction"
-# responses that older weights began; whole responses weighed and rejected, which a rank does of its own
+# responses begun by older weights; whole responses weighed and rejected, by a rank's own work
 STALE = ["actor_rollout_ref.rollout.max_staleness=1"]
 CORRECTIONS = {
     "weighed": [
@@ -121,7 +121,7 @@ RECOMPUTE = {
         "actor_rollout_ref.actor.megatron.recompute_modules=[core_attn, mlp]",
     ],
 }
-# chunks with more layers than others; the embedding, or the head, alone. Layout -> of 4 layers
+# chunks with more layers than others; only the embedding, or only the head. Layout -> of 4 layers
 LAYERS = "actor_rollout_ref.actor.megatron.pipeline_layers"
 UNEVEN = {
     "pp2": {"uneven": [f"{LAYERS}=[3,1]"], "uneven_recomputed": [f"{LAYERS}=[0,4]", *RECOMPUTE["recompute_full"]]},
@@ -140,10 +140,10 @@ def mode(name: str) -> list[str]:
 
 
 def variants(layout: str) -> dict[str, list[str]]:
-    """On one process every mode with every cut and every estimator; on one layout of each kind every mode and every
-    estimator with the cuts of many micro-batches; on one of all kinds at once every estimator; elsewhere a mean of
-    means, whose weights come from all ranks, and one case of everything that could fail there alone: the mean over
-    tokens in small micro-batches is that of the estimator's, with gradients, and of the sharded optimizer's."""
+    """On one process: every mode, cut and estimator. On one layout of each kind: every mode and
+    estimator with the cuts of many micro-batches. On one of all kinds at once: every estimator.
+    Elsewhere: a mean of means, with weights from all ranks, and one case of every own risk. There
+    the cases of the estimator (with gradients) and the sharded optimizer hold the token mean."""
     if layout == "tp1":
         extras = {"kl": KL, "own_reference": OWN_REFERENCE, "reinforce": REINFORCE, "replay": REPLAY}
         extras |= {**CORRECTIONS, **RECOMPUTE, **HEADS}
@@ -167,8 +167,8 @@ def variants(layout: str) -> dict[str, list[str]]:
 
 
 def context_variants(layout: str) -> dict[str, list[str]]:
-    """Packed alone: a loss that the head computes by itself, whose tokens are cut, and what needs whole responses. Over
-    four ranks a response is cut into eight."""
+    """Only packed: a loss computed by the head itself, with cut tokens, and all that needs whole
+    responses. Over four ranks a response is cut into eight."""
     if layout == "cp4":
         return {"kl/small": [*KL, *CUTS["small"]]}
     cases = {"seq-mean-token-mean": mode("seq-mean-token-mean"), "kl": KL}
@@ -203,9 +203,9 @@ def by_world_size(layouts: dict[str, dict], sizes: dict[str, int], variants: Cal
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """ "layout/variant" -> what the run gave, for all layouts."""
+    """ "layout/variant" -> the run's results, for all layouts."""
     folder = tmp_path_factory.mktemp("layouts")
-    # 4 KV heads for TP4, 4 layers for PP4, an odd vocabulary so that its padding is cut off somewhere
+    # 4 KV heads for TP4, 4 layers for PP4, an odd vocabulary so that some rank cuts its padding off
     model = make_tiny(folder / "model", "qwen3", vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
     return run_layouts(folder, model, by_world_size(LAYOUTS, WORLD_SIZES, variants), reference)
@@ -217,7 +217,7 @@ HALF_PRECISION = ["actor_rollout_ref.actor.megatron.dtype=bfloat16", *DISTRIBUTE
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory) -> dict[str, dict]:
-    """As `results`, of a model whose embedding is its head: on two stages they are two copies of one weight."""
+    """As `results`, of a tied model: on two stages its embedding and head are two copies."""
     folder = tmp_path_factory.mktemp("tied")
     model = make_tiny(folder / "model", "qwen2", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, tied=True)
     one = {"whole": [], **HEADS, "bfloat16": HALF_PRECISION}
@@ -229,7 +229,7 @@ def tied(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, model, layouts)
 
 
-# 2 or 4 processes: what is not named is data parallelism
+# 2 or 4 processes: the rest of the ranks are data parallelism
 MIXTURE_LAYOUTS = {
     "tp1": {},
     "tp2_sp": {"tp": 2, "sp": True},  # the experts of both ranks are the same
@@ -237,12 +237,12 @@ MIXTURE_LAYOUTS = {
     "dp2_ep2": {"ep": 2},
     "cp2_ep2": {"cp": 2, "ep": 2},
     "tp2_sp_etp2": {"tp": 2, "sp": True, "etp": 2},
-    "cp2_etp2": {"cp": 2, "etp": 2},  # an expert is cut over ranks that have parts of the same samples
+    "cp2_etp2": {"cp": 2, "etp": 2},  # an expert is cut over ranks with parts of the same samples
     "tp2_sp_dp2_ep2": {"tp": 2, "sp": True, "ep": 2},
     "tp2_sp_dp2_ep4": {"tp": 2, "sp": True, "ep": 4},
     "pp2_dp2_ep2": {"pp": 2, "ep": 2},
     "tp2_sp_dp2_ep2_etp2": {"tp": 2, "sp": True, "ep": 2, "etp": 2},
-    "dp4_ep2_etp2": {"ep": 2, "etp": 2},  # an expert is cut over ranks that have other samples
+    "dp4_ep2_etp2": {"ep": 2, "etp": 2},  # an expert is cut over ranks with other samples
     "cp2_dp2_ep2_etp2": {"cp": 2, "ep": 2, "etp": 2},
 }
 MIXTURE_VARIANTS = {
@@ -284,7 +284,7 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, model, layouts)
 
 
-# families whose layers differ, all in one start; what is not named is data parallelism
+# families with layers of several kinds, in one start; the other ranks are data parallelism
 FAMILIES = own_layers(is_mixture=False)
 FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
@@ -353,7 +353,7 @@ SHARED_CASES = cases_of(SHARED_LAYOUTS)
 MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
 ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
 
-# of each case the one that it is compared with
+# each case with its base
 OF_TOKEN_MEAN = dict.fromkeys((*RECOMPUTE, *HEADS, *OVERLAP, *UNEVEN["pp2"]), "token-mean")
 WHOLE = {case: f"tp1/{OF_TOKEN_MEAN.get(kind := case.split('/')[1], kind)}/whole" for case in ALL_CASES}
 
@@ -406,7 +406,7 @@ def test_one_expert_with_a_gradient_that_is_not_finite_stops_all_ranks(mixture, 
 def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactly(
     results, tied, mixture, families, shared_mixture
 ):
-    """Of each rank; the optimizer's state over the ranks of a stage, which need not share it evenly."""
+    """Of each rank; the optimizer's state over a stage's ranks, which need not share it evenly."""
     cases = [
         (name, case["states"])
         for by_layout in (results, tied, mixture, families, shared_mixture)
@@ -425,7 +425,7 @@ def test_the_memory_estimate_counts_weights_gradients_and_optimizer_state_exactl
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
 def test_advantages_after_the_models_are_those_of_one_process(results, case):
-    """The KL penalty in the reward, and whitening over all ranks: each sample's own advantages, token by token."""
+    """KL in the reward, whitening over all ranks: each sample's advantages, token by token."""
     expected = results[f"tp1/{case.split('/')[1]}/whole"]["estimates"]
     got = results[case]["estimates"]
     assert got.keys() == expected.keys() and len(expected) == (32 if "kl" in case else 64)
@@ -436,7 +436,7 @@ def test_advantages_after_the_models_are_those_of_one_process(results, case):
 
 @pytest.mark.parametrize("case", [case for case in ALL_CASES if case.split("/")[1] in ("kl", "reinforce")])
 def test_what_is_kept_of_tokens_for_people_is_that_of_one_process(results, case):
-    """Each rank of the last stage knows the advantages and log-probs of its own samples, and sends them to rank 0."""
+    """Each rank of the last stage knows its samples' advantages and log-probs, and tells rank 0."""
     expected = results[f"tp1/{case.split('/')[1]}/whole"]["dump"]
     got = results[case]["dump"]
     assert len(expected["lengths"]) == 3 * 4 and expected["advantages"].isfinite().sum() > 50
@@ -462,7 +462,7 @@ def test_overlapped_gradients_and_weights_go_in_several_buckets(results):
 
 
 def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_them(results):
-    """By hand: tokens of the first sample of every other group; their ratios are not 1, those of the others are."""
+    """By hand: the first sample of every other group has ratios other than 1, the others have 1."""
     metrics, first = (results["tp1/replay/whole"][name] for name in ("metrics", "first"))
     groups = with_replayed(synthetic_groups(67))
     counts = [(sample.num_written_tokens, sample.exp_mask) for group in groups for sample in group.samples]
@@ -474,7 +474,7 @@ def test_replayed_tokens_are_counted_and_compared_with_the_policy_that_wrote_the
 
 @pytest.mark.parametrize("case", ["tp1/own_reference/whole", "tp2/own_reference/small"])
 def test_a_frozen_reference_has_the_log_probs_of_the_actor_to_the_bit(results, case):
-    """With TP and without sequence parallelism Megatron's first product is given what the embedding returns."""
+    """TP without sequence parallelism: Megatron's first product takes the embedding's output."""
     assert results[case]["first"]["actor/kl_loss"] == 0.0 < results[case]["metrics"]["actor/kl_loss"]
 
 

@@ -1,4 +1,5 @@
-"""Training adapters does not depend on the layout: loss, gradients of A and B, merged weights, memory."""
+"""Training adapters does not depend on the layout: loss, gradients of A and B,
+merged weights, memory."""
 
 import shutil
 from pathlib import Path
@@ -68,7 +69,7 @@ MIXTURE_CASES = cases_of(MIXTURE_LAYOUTS)
 
 
 def run(folder: Path, model: Path, layouts: Layouts) -> dict[str, dict]:
-    """What `run_layouts` gives, of adapters of which no value is 0."""
+    """Results of `run_layouts`, with adapters free of zeros."""
     make_adapter(folder / "adapter", model, RANK, ALPHA)
     lora = [
         f"actor_rollout_ref.model.lora_rank={RANK}",
@@ -119,7 +120,8 @@ def test_adapters_of_experts_get_the_gradients_of_all_their_tokens(mixture, case
 
 @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.num_adapted])
 def test_families_with_other_modules_have_their_adapters_cut_as_they_are(tmp_path, family):
-    """Gate and up in one; dense first layers, and shared experts beside four; modules of which each rank has all."""
+    """Gate and up in one; dense first layers, and shared experts beside four;
+    modules whole on each rank."""
     shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2, num_experts=4)
     got = run(tmp_path, make_tiny(tmp_path / "model", family, **shape), GLM_LAYOUTS)
     assert_same(got["tp2_sp/small"], got["tp1/whole"])
@@ -132,7 +134,8 @@ def test_the_reference_is_the_model_without_adapters(results):
 
 
 def test_the_routers_of_a_reference_without_adapters_choose_by_themselves(mixture):
-    """So the KL is the same where the experts of the policy are recorded, and where another model is the reference."""
+    """So the KL is the same with recorded experts of the policy,
+    and with another model as the reference."""
     kl = {variant: mixture[f"tp1/{variant}"]["first"]["actor/kl_loss"] for variant in MIXTURE_KL}
     assert kl["kl"] > 0.01 and kl["kl_replayed"] != pytest.approx(kl["kl"], rel=0.01)
     assert kl["kl_recorded"] == pytest.approx(kl["kl"], rel=1e-5)

@@ -24,16 +24,19 @@ def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout
     for step, (fused, composed) in enumerate(zip(on, off, strict=True)):
         assert fused.keys() == composed.keys()
         for name in ("actor/loss", "actor/pg_loss", "actor/entropy", "actor/ppo_kl", "actor/on_pg_clipfrac"):
-            # a ratio at the edge of the clipping range may be rounded to either side: one token of some hundred
+            # a ratio at the edge of the clipping range may be rounded to either side:
+            # one token of some hundred
             slack = 5e-3 if name == "actor/on_pg_clipfrac" else 1e-5
             assert fused[name] == pytest.approx(composed[name], rel=1e-5, abs=slack), f"{name} at step {step}"
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
 def test_the_two_ways_are_really_two_and_the_policy_moves(curves, layout):
-    """Otherwise the comparison above would compare a thing with itself, or a thing that stands still."""
+    """Otherwise the comparison above would compare a thing with itself, or a constant one."""
     (fused, composed), (not_fused, all_composed) = (curves[f"{layout}/{way}"]["calls"] for way in ("auto", "off"))
-    assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80  # two optimizer steps in each of 20
+    # two optimizer steps in each of 20
+    assert fused >= 40 and composed == 0 and not_fused == 0 and all_composed >= 80
     on = curves[f"{layout}/auto"]["curve"]
-    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)  # so the second step's policy is not the first's
+    # so the second step's policy is not the first's
+    assert any(metrics["actor/on_pg_clipfrac"] > 0 for metrics in on)
     assert any(metrics["actor/ppo_kl"] > 1e-4 for metrics in on)

@@ -1,4 +1,5 @@
-"""The trainer under a real mpirun: the same run as under torchrun, the same exit codes, and nobody trains alone."""
+"""The trainer under a real mpirun: the same run and exit codes as under torchrun;
+no rank trains by itself."""
 
 import os
 import subprocess
@@ -72,8 +73,8 @@ SLURM_TASK = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
     ids=["none", "pmi2"],
 )
 def test_a_launch_that_fell_apart_into_single_processes_is_refused_in_one_sentence(tmp_path, variables, size):
-    """What srun does without MPI, or with pmi2, which Open MPI does not speak: every process is told that it is one of
-    four, and finds itself alone."""
+    """As srun without MPI, or with pmi2, unknown to Open MPI: every process hears of four, and
+    finds itself the only one."""
     environment = {**os.environ, **variables}
     command = [sys.executable, "-m", "launch.mpi", *mpi_replay.arguments(tmp_path, tmp_path / "run")]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60)
@@ -91,7 +92,7 @@ mpi.main([])
 
 
 def test_the_ranks_end_with_a_killed_mpirun():
-    """Which leaves them behind, with the run folder's lock."""
+    """It leaves them behind, with the run folder's lock."""
     command = [MPIRUN, "--allow-run-as-root", "--bind-to", "none", "-n", "2", sys.executable, "-c", WAITING]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as launcher:
         ranks = [psutil.Process(int(launcher.stdout.readline())) for _ in range(2)]

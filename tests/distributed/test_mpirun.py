@@ -1,4 +1,5 @@
-"""The converters under a real mpirun, which sets other variables than torchrun and starts the processes by itself."""
+"""The converters under a real mpirun, which sets other variables than torchrun and starts the
+processes by itself."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A loss of the user's own is the built-in one where it computes that, in every kind of layout and however cut."""
+"""A user's loss with the built-in formula is the built-in one, in every kind of layout and cut."""
 
 import pytest
 
@@ -33,7 +33,7 @@ CASES = cases_of(LAYOUTS)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """ "layout/variant" -> what the run gave."""
+    """ "layout/variant" -> the run's results."""
     folder = tmp_path_factory.mktemp("own_loss")
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     model = make_tiny(folder / "model", "qwen3", **shape)

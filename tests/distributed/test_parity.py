@@ -1,4 +1,5 @@
-"""The Megatron model is the Hugging Face model: equal log-probs for every family and layout, identical tensors out."""
+"""The Megatron model is the Hugging Face model: log-probs at every family and layout,
+tensors out."""
 
 import json
 import random
@@ -29,7 +30,8 @@ LAYOUTS = {
     },
     4: {"tp2_pp2": {"tp": 2, "pp": 2}, "tp2_sp_pp2": {"tp": 2, "sp": True, "pp": 2}},
 }
-# what tensor and expert parallelism leave is data parallelism: every such rank has the same sequences here
+# the ranks beside tensor and expert parallelism are data parallelism:
+# every such rank has the same sequences here
 MIXTURE_LAYOUTS = {
     1: {"tp1": {}},
     2: {
@@ -52,7 +54,7 @@ MIXTURE_LAYOUTS = {
 
 
 def has_layout(model: str, sizes: dict) -> bool:
-    """Megatron-core cuts no experts that have biases."""
+    """Megatron-core cuts no experts with biases."""
     return FAMILIES[(MODELS | MIXTURES)[model]["family"]].cuts_experts or "etp" not in sizes
 
 
@@ -118,7 +120,8 @@ def test_log_probs_equal_those_of_transformers(runs, case, packing):
     got, model = results[f"{case}/{packing}"], case.partition("/")[0]
     assert sorted(got) == list(range(len(oracle[model])))
     for index, expected in enumerate(oracle[model]):
-        # log-probs of these random models reach -20: one part in a million is what float32 logits of that size carry
+        # log-probs of these random models reach -20: float32 logits of that size are right to one
+        # part in a million
         torch.testing.assert_close(got[index].double(), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -127,20 +130,20 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
     (model, layout), folder = case.split("/"), runs[2]
     original = load_file(folder / model / "model.safetensors")
     exported = folder / f"{model}-{layout}"
-    tensors = load_file(exported / "model.safetensors")  # one file, whatever the layout
+    tensors = load_file(exported / "model.safetensors")  # one file at every layout
     assert tensors.keys() == original.keys()
     for name, tensor in original.items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
     assert (exported / "config.json").read_text() == (folder / model / "config.json").read_text()
 
 
-# a stage of an uneven split may have one layer, of which a bucket is a large part
+# a stage of an uneven split may have one layer, a large part of a bucket
 @pytest.mark.parametrize(
     "case", [case for case in CASES if case.partition("/")[0] in MIXTURES and not case.endswith("uneven")]
 )
 def test_gathering_a_bucket_takes_its_slices_and_the_bucket_on_any_rank(runs, case):
-    """And, for a moment, one parameter's parts: never a whole layer's experts, let alone the model's. Servers take
-    gpt-oss's experts in stacks of a layer, which are larger than a bucket."""
+    """And, for a moment, one parameter's parts: never a whole layer's experts, much less the
+    model's. Servers take gpt-oss's experts in stacks of a layer, which are larger than a bucket."""
     for peak, largest, whole in runs[0][f"{case}/peaks"]:
         bound = 2 * max(BUCKET_BYTES, largest) + largest
         assert peak <= bound
@@ -149,6 +152,7 @@ def test_gathering_a_bucket_takes_its_slices_and_the_bucket_on_any_rank(runs, ca
 
 @pytest.mark.parametrize("scaled", ["llama3_rope", "mistral_yarn"])
 def test_scaled_frequencies_change_the_answers(runs, scaled):
-    """Otherwise the parity of the scaled model would show nothing. Both have the parameters of `llama`."""
+    """Otherwise the parity of the scaled model would show nothing.
+    Both have the parameters of `llama`."""
     _, oracle, _ = runs
     assert max((a - b).abs().max() for a, b in zip(oracle["llama"], oracle[scaled], strict=True)) > 1e-4

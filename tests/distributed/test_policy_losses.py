@@ -1,4 +1,4 @@
-"""CISPO and GSPO give the same loss, metrics, gradients and weights in every kind of layout and however cut."""
+"""CISPO and GSPO: the same loss, metrics, gradients and weights in every kind of layout and cut."""
 
 import pytest
 
@@ -30,7 +30,7 @@ CASES = cases_of(LAYOUTS)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """ "layout/variant" -> what the run gave."""
+    """ "layout/variant" -> the run's results."""
     folder = tmp_path_factory.mktemp("policy_losses")
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     model = make_tiny(folder / "model", "qwen3", **shape)

@@ -1,4 +1,4 @@
-"""`launch.preflight` on several nodes: each trouble is found, and the node that has it named with the cure."""
+"""`launch.preflight` on several nodes: each trouble is found, and its node named with the cure."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def preflights(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
-    """The folder of what all nodes said, and their exit codes."""
+    """The folder of all nodes' output, and their exit codes."""
     folder = tmp_path_factory.mktemp("preflights")
     command = [sys.executable, "-m", "tests.distributed.preflight_worker", str(folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)

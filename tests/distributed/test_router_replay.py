@@ -1,7 +1,9 @@
-"""Loss, metrics, gradients and weights of replayed routing do not depend on how a rollout step was cut.
+"""Loss, metrics, gradients and weights of replayed routing do not depend on the cut
+of a rollout step.
 
-The servers' experts are drawn by lot, so that a rank that takes those of another token, layer or micro-batch computes
-something else. The layouts have several micro-batches under way together, and compute them again in backward.
+The servers' experts are drawn by lot: a rank with those of another token, layer or micro-batch
+computes something else. The layouts have several micro-batches under way together, and compute them
+again in backward.
 """
 
 import pytest
@@ -71,9 +73,9 @@ LAYOUTS: Layouts = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
-    """ "layout/mode/cut" -> what the run gave."""
+    """ "layout/mode/cut" -> the run's results."""
     folder = tmp_path_factory.mktemp("routed")
-    # the first layer is dense, and a bias has a say where the routers choose by themselves
+    # the first layer is dense, and a bias has a say in the routers' own choice
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     families = ("glm4_moe", "gpt_oss", "deepseek_v3")
     model, gpt_oss, latent = (make_tiny(folder / family, family, **shape) for family in families)
@@ -84,11 +86,13 @@ def results(tmp_path_factory) -> dict[str, dict]:
 def test_replayed_routing_equals_one_process(results, case):
     mode = case.split("/")[1]
     assert_same_as(results, case, f"tp1/{mode}/whole")
-    assert results[case]["first"]["actor/ratio_max"] == 1.0  # the policy is the old policy, to the bit
+    # the policy is the old policy, to the bit
+    assert results[case]["first"]["actor/ratio_max"] == 1.0
 
 
 def test_lots_are_other_experts_than_the_routers_choose_and_recorded_ones_are_the_same(results):
-    """Of 8 experts two are drawn: 27 of 28 pairs are others. The second of two mini-batches meets moved weights."""
+    """Of 8 experts two are drawn: 27 of 28 pairs are others.
+    The second of two mini-batches meets moved weights."""
     assert results["tp1/rollout/whole"]["metrics"]["actor/router_mismatch"] > 0.9
     assert 0.0 < results["tp1/old/whole"]["metrics"]["actor/router_mismatch"] < 0.1
     assert "actor/router_mismatch" not in results["tp1/off/whole"]["metrics"]

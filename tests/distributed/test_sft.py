@@ -1,4 +1,5 @@
-"""Fine-tuning on conversations: loss, gradient and weights are those of transformers in float64, at every layout."""
+"""Fine-tuning on conversations: loss, gradient and weights are those of transformers in float64,
+at every layout."""
 
 import json
 from pathlib import Path
@@ -47,7 +48,8 @@ def overrides_of(folder: Path) -> list[str]:
         "data.shuffle=false",
         "sft.max_length=168",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        # a large epsilon keeps rounding noise of vanishing gradients from becoming whole steps, as in layout_worker
+        # a large epsilon keeps rounding noise of vanishing gradients from becoming whole steps,
+        # as in layout_worker
         "actor_rollout_ref.actor.optim.eps=1e-2",
         "actor_rollout_ref.actor.optim.clip_grad=0",
         "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false",
@@ -84,7 +86,8 @@ def results(folder) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def oracle(folder) -> dict:
-    """By transformers in float64: each conversation alone, with labels of -100 where the assistant wrote nothing."""
+    """By transformers in float64: each conversation by itself,
+    with labels of -100 outside the assistant's words."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)

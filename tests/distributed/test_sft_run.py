@@ -1,4 +1,5 @@
-"""The command `sft` as a user starts it: what it writes, and that a run which was stopped or killed is the same run."""
+"""The command `sft` as a user starts it: its files,
+and that a stopped or killed run is the same run."""
 
 import json
 import os
@@ -80,7 +81,7 @@ def finished(inputs: Path, run: Path, *more: str) -> int:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """Without the seconds that things took, and what is divided by them."""
+    """Without seconds, and quotients of them."""
     lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
     return [{name: x for name, x in line.items() if not name.startswith(("time", "perf/"))} for line in lines]
 
@@ -175,7 +176,8 @@ def test_only_adapters_are_saved_resumed_bit_for_bit_and_merged_at_the_end(input
 
 
 def test_launch_local_starts_the_ranks_of_a_run_that_fine_tunes(whole, inputs, tmp_path, capfd):
-    """Two tensor-parallel ranks: stopped, resumed, and up to rounding the same losses as one rank."""
+    """Two tensor-parallel ranks: stopped, resumed, and up to rounding the same losses
+    as one rank."""
     run = RunFolder(tmp_path / "run").create()
     config = load_and_validate(
         None,
@@ -194,7 +196,8 @@ def test_launch_local_starts_the_ranks_of_a_run_that_fine_tunes(whole, inputs, t
     losses, expected = (
         [line["train/loss"] for line in metrics_of(path) if "train/loss" in line] for path in (run.path, whole)
     )
-    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)  # Adam divides by gradients as small as their rounding
+    # Adam divides by gradients as small as their rounding
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-3)
     assert len(losses) == NUM_STEPS
 
 

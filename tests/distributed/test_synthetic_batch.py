@@ -1,4 +1,5 @@
-"""A run on synthetic batches, which no server gives: the same numbers on one rank and on two tensor-parallel ones."""
+"""A run on synthetic batches, without a server: the same numbers on one rank
+and two tensor-parallel ones."""
 
 import json
 from pathlib import Path
@@ -16,7 +17,7 @@ NUM_STEPS = 2
 
 
 def run(folder: Path, model: Path, tp: int) -> list[dict]:
-    """Return what the run wrote of each step, but for seconds."""
+    """Return the run's record of each step, without seconds."""
     run_ranks(
         Path(__file__).with_name("train_worker.py"),
         tp,
@@ -45,6 +46,7 @@ def test_a_run_without_servers_learns_and_does_not_depend_on_the_layout(tmp_path
     assert all(line["actor/grad_norm"] > 0 for line in alone)
     assert len({line["response_length/mean"] for line in alone}) == NUM_STEPS
     assert_same({"metrics": split[0]}, {"metrics": alone[0]})
-    # after a step of Adam, which divides by gradients as small as their rounding: see tests/e2e/test_ppo.py
+    # after a step of Adam, which divides by gradients as small as their rounding:
+    # see tests/e2e/test_ppo.py
     for name in ("actor/loss", "actor/grad_norm"):
         assert split[1][name] == pytest.approx(alone[1][name], rel=1e-3, abs=1e-5)

@@ -1,4 +1,5 @@
-"""`launch.torchrun`: what torchrun keeps from its ranks and from its caller, signals and exit codes, arrives."""
+"""`launch.torchrun`: torchrun hides signals and exit codes from ranks and caller;
+here they arrive."""
 
 import signal
 import subprocess

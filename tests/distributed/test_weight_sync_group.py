@@ -1,4 +1,4 @@
-"""Weight sync among real processes over gloo: what arrives, and that no failure is a hang."""
+"""Weight sync among real processes over gloo: the tensors arrive, and no failure is a hang."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_every_server_holds_every_stage_and_a_lost_one_is_left_out_until_its_ret
         assert answers[0][1].num_servers == 1 and answers[0][1].rejoined and "recover" in answers[0][1].seconds
         assert steady.seen()["sha256"] == expected_sha256(pp=2, version=3)
         assert not steady.seen()["paused"] and not steady.seen()["open"]
-        steady.wait_until_seen(num_groups=2)  # one per stage: it does not keep those that broke
+        steady.wait_until_seen(num_groups=2)  # one per stage: broken ones are dropped
 
         doomed.kill()
         doomed.start()
@@ -69,8 +69,8 @@ def test_every_server_holds_every_stage_and_a_lost_one_is_left_out_until_its_ret
 
 
 def test_a_frozen_server_is_left_out_within_the_deadline_reported_and_has_not_the_version(tmp_path):
-    """Its process goes on later, with some of the weights: it must not say that it holds them all. Of the group that
-    broke the other member came back by itself: nobody has to look after it."""
+    """Its process goes on later, with some of the weights: it must not claim them all. The other
+    member of the broken group came back by itself, without help."""
     run = RunFolder(tmp_path)
     with (
         Server() as steady,
@@ -139,7 +139,8 @@ def test_ranks_that_plan_differently_or_do_not_come_are_named():
             assert "Ranks 1" in error or "rank 1" in error.lower(), error
 
 
-IN_FLIGHT = {"num_large": 4, "bucket_size_mb": 1}  # five buckets, four of one size: bytes in a wrong one would fit
+# five buckets, four of one size: bytes in a wrong one would fit
+IN_FLIGHT = {"num_large": 4, "bucket_size_mb": 1}
 
 
 def test_buckets_in_flight_arrive_each_in_its_turn_and_phases_sum_up():

@@ -1,4 +1,4 @@
-"""One rank of a training run: `python -m megatron_dapo train OVERRIDES...`, in a rank that was forked."""
+"""One rank of a training run: `python -m megatron_dapo train OVERRIDES...`, in a forked rank."""
 
 import sys
 

@@ -1,10 +1,12 @@
-"""A stand-in for an SGLang server, run as a process: the same routes, the same end of the process group, real receives.
+"""A stand-in for an SGLang server as a process: its routes, its end of the process group,
+real receives.
 
-Faults: die_at_update, freeze_at_update, refuse_at_update (numbers from 1 on), corrupt (a tensor's name).
-It keeps the tensors it receives under their Hugging Face names; its checksums are per fused parameter, as in SGLang.
-It has no model: its responses are random letters of random length. Every token's log-prob is -`fingerprint` of the
-tensors that it holds at that moment, so that a sample tells by which weights it was written, whatever its label says.
-Who gives it a pipe learns at once, in order, of every call and of every token that it writes.
+Faults: die_at_update, freeze_at_update, refuse_at_update (numbers from 1 on), corrupt (a tensor's
+name). It keeps the tensors it receives under their Hugging Face names; its checksums are per fused
+parameter, as in SGLang. It has no model: its responses are random letters of random length. Every
+token's log-prob is -`fingerprint` of the tensors held at that moment, so a sample tells of its
+weights even under a wrong label. Its pipe reports at once, in order, every call and every written
+token.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ def sha256(tensor: torch.Tensor) -> str:
 
 
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str) -> dist.ProcessGroup:
-    """What sglang.srt.utils.init_custom_process_group does."""
+    """As sglang.srt.utils.init_custom_process_group does."""
     if is_gpu():
         torch.cuda.set_device(device())  # of this thread
     store, rank, world_size = next(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=TIMEOUT))
@@ -135,8 +137,8 @@ class FakeServer:
         self.aborted.add(body["rid"])
 
     async def generate(self, body: dict) -> dict:
-        """A response, token by token; a paused server goes on with it later, by the weights of then. Of an aborted one
-        what there is."""
+        """A response, token by token. A paused server goes on with it later, by the weights of
+        then; an aborted one ends with its tokens so far."""
         limit = body["sampling_params"]["max_new_tokens"]
         tokens = [random.choice(LETTERS) for _ in range(random.randrange(limit + 2))][:limit]
         tokens += [EOS] * (len(tokens) < limit)
@@ -199,7 +201,7 @@ def application(server: FakeServer) -> web.Application:
         return web.json_response({"tp_size": 1, "version": "0.5.23"})
 
     async def seen(_: web.Request) -> web.Response:
-        """For the tests: what arrived, byte for byte, and in which order the routes were called."""
+        """For the tests: the received bytes, and the order of the routes' calls."""
         sums = {name: sha256(tensor) for name, tensor in server.tensors.items()}
         state = {"version": server.version, "paused": server.paused, "open": server.open}
         return web.json_response({"sha256": sums, "log": server.log, "num_groups": len(server.groups), **state})
@@ -212,9 +214,11 @@ def application(server: FakeServer) -> web.Application:
 
 
 def serve(port: int, faults: dict[str, int | str], watcher: Connection | None = None) -> None:
-    """Run one. watcher: gets the name and the body of each event: a call of a route, a token, the end of a response.
+    """Run one. watcher: gets the name and the body of each event: a call of a route, a token, the
+    end of a response.
 
-    What is asked for ends with the connection of who asked, as in SGLang: nothing is written for a client that is gone.
+    A request ends with its client's connection, as in SGLang:
+    nothing is written for a vanished client.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,4 +1,5 @@
-"""Trainer ranks as processes that take orders from the test, with a sharded random model, and stand-in servers."""
+"""Trainer ranks as processes under the test's orders, with a sharded random model,
+and stand-in servers."""
 
 import hashlib
 import time
@@ -28,15 +29,15 @@ from tests.distributed import weight_sync_server
 from tests.forked_ranks import fork_server
 from tests.helpers import free_port
 
-WAIT_S = 60.0  # for processes to start and to answer; far above what they need
+WAIT_S = 60.0  # for processes to start and to answer; far above their need
 
 
-# ---------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 def model_specs(stage: int, pp: int, num_large: int = 0) -> list[TensorSpec]:
-    """Two layers per stage, embeddings at the ends; two dtypes, and one tensor above the flat limit (1 MiB). num_large:
-    further ones of the same size on each stage, which are buckets of their own."""
+    """Two layers per stage, embeddings at the ends; two dtypes, and one tensor above the flat limit
+    (1 MiB). num_large: further ones of that size on each stage, in buckets of their own."""
     specs = [TensorSpec("model.embed_tokens.weight", (128, 2304), torch.float32)] if stage == 0 else []
     for layer in range(2 * stage, 2 * stage + 2):
         for place, module in enumerate(("q_proj", "k_proj", "v_proj")):
@@ -64,7 +65,8 @@ def expected_sha256(pp: int, version: int, num_large: int = 0) -> dict[str, str]
 
 
 class ShardedModel:
-    """A weight source: every tensor is cut along its rows over the tensor-parallel ranks (uneven rows are not cut)."""
+    """A weight source: every tensor is cut along its rows over the tensor-parallel ranks (uneven
+    rows are not cut)."""
 
     def __init__(self, layout: ParallelLayout, num_large: int) -> None:
         self.layout, self.version, self.num_large = layout, 0, num_large
@@ -85,7 +87,7 @@ class ShardedModel:
         return full if self.layout.tp_rank == 0 else None
 
 
-# ---------------------------------------------------------------------------------------------------- trainer ranks
+# ------------------------------------------------------------------------------------ trainer ranks
 
 
 def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
@@ -102,8 +104,8 @@ def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
 
 
 def serve_orders(pipe: Connection, open_sync: Callable[..., WeightSync], set_version: Callable[[int], None]) -> None:
-    """A trainer rank's life: "open" makes the WeightSync, keys make another one that has them, a number is pushed as a
-    version, None ends it."""
+    """A trainer rank's life: "open" makes the WeightSync, keys make another one with them, a number
+    is pushed as a version, None ends it."""
     sync = None
     while (order := pipe.recv()) is not None:
         start = time.monotonic()
@@ -170,7 +172,8 @@ class Ranks:
             self.processes.append(process)
 
     def order(self, order: object, ranks: Sequence[int] | None = None) -> list[tuple]:
-        """Give an order to these ranks (all) and collect their answers: ("ok", report) or (error, seconds)."""
+        """Give an order to these ranks (all) and collect their answers:
+        ("ok", report) or (error, seconds)."""
         pipes = self.pipes if ranks is None else [self.pipes[rank] for rank in ranks]
         for pipe in pipes:
             pipe.send(order)
@@ -187,8 +190,8 @@ class Ranks:
 
 
 class Trainer(Ranks):
-    """Trainer ranks of a sharded random model. num_large: of its tensors, as in `model_specs`. run: where they leave
-    notes about servers that did not answer."""
+    """Trainer ranks of a sharded random model. num_large: of its tensors, as in `model_specs`. run:
+    the folder for their notes about servers without an answer."""
 
     def __init__(
         self,
@@ -205,11 +208,12 @@ class Trainer(Ranks):
         super().__init__(_sharded_rank, tp * pp * dp, free_port(), *arguments)
 
 
-# ---------------------------------------------------------------------------------------------------- servers
+# ------------------------------------------------------------------------------------------ servers
 
 
 class Server:
-    """A stand-in server process that can be killed and started again at the same address. watcher: gets its events."""
+    """A stand-in server process, to be killed and started again at the same address.
+    watcher: gets its events."""
 
     def __init__(self, watcher: Connection | None = None, **faults: object) -> None:
         self._watcher = watcher
@@ -242,7 +246,7 @@ class Server:
             return loads(answer.read())
 
     def wait_until_seen(self, **state: object) -> None:
-        """Until it tells this of itself; what comes soon, and nobody waits for."""
+        """Until it reports this by itself, soon and unawaited."""
         deadline = time.monotonic() + WAIT_S
         while (seen := {key: self.seen()[key] for key in state}) != state:
             assert time.monotonic() < deadline, f"{state} expected, but it is {seen}"

@@ -16,13 +16,14 @@ from tests.forked_servers import forked_servers
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
-os.environ["CXX"] = "/no/compiler"  # a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
+# a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
+os.environ["CXX"] = "/no/compiler"
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """model_path: the checkpoint whose answers are to be expected; it was served after a conversion and back. key: what
-    it demands of everyone."""
+    """model_path: the checkpoint of the expected answers; served after a conversion and back. key:
+    the key that everyone must bring."""
 
     url: str
     key: str
@@ -32,8 +33,8 @@ class RunningServer:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A healthy server of a tiny Qwen2 model (vocabulary 64) as megatron_to_hf writes it, in several files. Tests leave
-    its weights as they are."""
+    """A healthy server of a tiny Qwen2 model (vocabulary 64) in the files of megatron_to_hf,
+    several of them. Tests leave its weights as they are."""
     folder = tmp_path_factory.mktemp("server")
     model_path = make_tiny(folder / "model", "qwen2")
     served = _there_and_back(model_path, folder)
@@ -52,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def converted(model_path: Path, out: Path) -> Path:
-    """The model as `hf_to_megatron` writes it, which a run may start from."""
+    """The model in the files of `hf_to_megatron`, a possible start of a run."""
     _convert(out.with_suffix(".json"), ["hf_to_megatron", ["--hf-model", str(model_path), "--output", str(out)]])
     return out
 

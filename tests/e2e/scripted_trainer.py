@@ -1,9 +1,12 @@
-"""The trainer as launch starts it, with a rollout that is a function of what it drew, and a signal to itself.
+"""The trainer as launch starts it, with a rollout computed from its draws, and a signal to itself.
 
-python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS...   STEP: after its report rank 0 gets the signal NAME
+python -m tests.e2e.scripted_trainer STEP NAME TRAIN_ARGUMENTS...
 
-NAME may also be an end in the middle of the step after that, when three groups of its gen batch are finished: `asked`,
-a SIGTERM; `asked_and_lost`, a SIGTERM and then a failure of the servers; `exhausted`, a mistake of the user.
+STEP: after its metrics rank 0 gets the signal NAME.
+
+NAME may also be an end in mid-step after that, with three groups of its gen batch finished.
+`asked`: a SIGTERM; `asked_and_lost`: a SIGTERM and then a failure of the servers; `exhausted`: a
+mistake of the user.
 """
 
 import os
@@ -34,8 +37,9 @@ NUM_PROMPTS, NUM_GROUPS, GEN_BATCH, GROUP_SIZE = 25, 4, 9, 4
 
 
 class ScriptedRollout:
-    """The bookkeeping of the real one (epochs, dynamic sampling, surplus, experience replay) without servers: the same
-    draws, in the same order, give the same groups; what was generated in an earlier step keeps its weight version."""
+    """The bookkeeping of the real one (epochs, dynamic sampling, surplus, experience replay)
+    without servers. The same draws, in the same order, give the same groups; groups from an earlier
+    step keep their weight version."""
 
     def __init__(self, config: Config) -> None:
         self._pool = make_pool(config)
@@ -83,7 +87,7 @@ class ScriptedRollout:
             self._queue.draw(_prompt(number), weight_version, replayed)
 
     def interrupt(self, step: int) -> None:
-        """Whatever is to happen in the middle of this step."""
+        """The event planned for the middle of this step."""
 
     def halt(self) -> None:
         """Nothing is under way."""

@@ -1,7 +1,7 @@
 """The whole ladder of acceptance, at the sizes of a CPU: TP2 PP2 DP2, two servers, a kill.
 
-Programs that are not checks of the machine are forks, which import nothing, and so are the servers and trainers that
-they start: half the time.
+Programs other than checks of the machine are forks without imports, and so are their servers and
+trainers: half the time.
 """
 
 import json

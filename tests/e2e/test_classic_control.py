@@ -1,4 +1,4 @@
-"""The algorithm functions of the trainer solve a task whose answer everybody knows."""
+"""The algorithm functions of the trainer solve a task with a well-known answer."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -1,6 +1,7 @@
-"""Runs with rollout.deterministic and a real server are equal byte for byte, also over kills and stops.
+"""Runs with rollout.deterministic and a real server are equal byte for byte,
+also over kills and stops.
 
-Responses, with their log-probs, are those of the batches that are dumped; metrics all that measure no time.
+Responses, with their log-probs, are those of the dumped batches; metrics all but the times.
 """
 
 import json
@@ -91,8 +92,8 @@ def wait_for_a_checkpoint(run: RunFolder, process: ForkedPopen) -> None:
 
 
 def content(run: RunFolder) -> tuple[list, list]:
-    """(groups with all tokens and log-probs, then the answers of each evaluation; metrics, step by step). A group does
-    not say which ports its servers had."""
+    """(groups with all tokens and log-probs, then the answers of each validation; metrics, step by
+    step). A group does not name its servers' ports."""
     contents: list = []
     for step in range(1, NUM_STEPS + 1):
         for group in read_batch(run.batches, step).groups:

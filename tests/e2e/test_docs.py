@@ -1,4 +1,4 @@
-"""The commands of docs/checkpoints.md that need neither a network nor a cluster do what the text says."""
+"""The commands of docs/checkpoints.md without a network or a cluster do as the text says."""
 
 import json
 import os
@@ -19,7 +19,8 @@ from tests.tiny_models import CHAT_TEMPLATE, make_tiny, make_tokenizer
 
 pytestmark = pytest.mark.e2e
 
-ELSEWHERE = ("source ", "hf ", "sbatch ", "python -m sglang.")  # .venv, a network, a cluster, a server of its own
+# .venv, a network, a cluster, a server of its own
+ELSEWHERE = ("source ", "hf ", "sbatch ", "python -m sglang.")
 
 
 def section() -> str:

@@ -1,4 +1,5 @@
-"""Servers that die while a run goes on: 20 kills cost time, and no sample, in step with the trainer and ahead of it."""
+"""Servers dying during a run: 20 kills cost time, and no sample,
+in step with the trainer and ahead of it."""
 
 from pathlib import Path
 
@@ -41,12 +42,14 @@ def make_config(folder: Path, max_staleness: int, num_steps: int, *overrides: st
             "data.max_prompt_length=8",
             "data.max_response_length=16",
             f"{rollout}.n=4",
-            f"{rollout}.server.startup_timeout_s=15.0",  # also how long the trainer waits when all are lost
+            # also how long the trainer waits when all are lost
+            f"{rollout}.server.startup_timeout_s=15.0",
             f"{rollout}.step_timeout_s=200.0",
             f"{rollout}.request_timeout_s=60.0",
             f"{rollout}.max_retries=8",
             f"{rollout}.max_staleness={max_staleness}",
-            "algorithm.rollout_correction.max_mismatch=null",  # a stand-in's log-probs are no model's
+            # a stand-in's log-probs are no model's
+            "algorithm.rollout_correction.max_mismatch=null",
             f"algorithm.rollout_correction.rollout_is={'token' if max_staleness else 'none'}",
             "algorithm.dynamic_sampling.enable=true",
             "algorithm.dynamic_sampling.max_num_gen_batches=20",
@@ -67,8 +70,8 @@ def make_config(folder: Path, max_staleness: int, num_steps: int, *overrides: st
 
 @pytest.fixture(scope="module", params=NUM_STEPS)
 def config(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Config:
-    """Two pipeline stages, so two groups with every server, and all weights compared with the servers' after each
-    push. More prompts than a gen batch in most steps."""
+    """Two pipeline stages, so two groups with every server, and all weights compared with the
+    servers' after each push. More prompts than a gen batch in most steps."""
     folder = tmp_path_factory.mktemp("elastic")
     two_stages = ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", "trainer.n_procs_per_node=2")
     return make_config(folder, request.param, NUM_STEPS[request.param] + 5, *two_stages)
@@ -81,7 +84,7 @@ def num_steps(config: Config) -> int:
 
 @pytest.fixture(scope="module")
 def run(config: Config, num_steps: int) -> RunFolder:
-    """20 kills, and after the last step that is looked at all servers are lost for good."""
+    """20 kills; after the last step under test all servers are lost for good."""
     servers, kills = StandIns(NUM_SERVERS), Kills(NUM_KILLS, FIRST, num_steps - FIRST, longest_wait_s=2.0)
 
     def look(num_done: int) -> bool:
@@ -113,9 +116,10 @@ def test_every_uid_is_trained_exactly_n_times_and_every_token_is_of_the_expected
 
 
 def test_every_token_was_written_by_the_weights_of_its_version(config, run, num_steps):
-    """A server that bears a version holds exactly its weights, however often it was started again."""
+    """A server with a version holds exactly its weights, however often it was started again."""
     by_version = fingerprints(config, num_steps)
-    if config.actor_rollout_ref.rollout.max_staleness:  # a version that wrote no token is soon followed by the next
+    # a version that wrote no token is soon followed by the next
+    if config.actor_rollout_ref.rollout.max_staleness:
         assert set(by_version) <= set(range(num_steps)) and len(by_version) > num_steps // 2
     else:
         assert sorted(by_version) == list(range(num_steps))

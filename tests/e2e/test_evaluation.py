@@ -1,4 +1,5 @@
-"""The command eval with a real server: the figures of a run's own evaluation, and no answer twice after kill -9."""
+"""The command eval with a real server: a run's own validation figures,
+and no repeats after kill -9."""
 
 import asyncio
 import json
@@ -23,7 +24,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @pytest.fixture
 def settings(server, tmp_path: Path) -> list[str]:
-    """Of a run, and of an evaluation: 60 prompts, which the random model of characters answers somehow."""
+    """Of a run, and of an evaluation: 60 prompts, which the random model
+    of characters answers somehow."""
     rows = [{"prompt": f"{a}+{b}=", "label": "a", "data_source": f"{a % 2}"} for a in range(6) for b in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [

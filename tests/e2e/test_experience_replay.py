@@ -1,4 +1,5 @@
-"""Experience replay from end to end: a real server, two trainer ranks; every batch is looked at as it was dumped."""
+"""Experience replay from end to end: a real server, two trainer ranks,
+every dumped batch inspected."""
 
 import json
 from dataclasses import replace
@@ -88,7 +89,8 @@ def test_the_metrics_are_those_of_the_batches(batches, metrics):
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         assert line["reward/accuracy"] == pytest.approx(sum(sample.correct for sample in fresh) / len(fresh))
         assert line["rollout/staleness_max"] == 0
-    assert all(line["actor/off_pg_loss"] <= 0.0 for line in metrics)  # successes, no worse than their groups
+    # successes, no worse than their groups
+    assert all(line["actor/off_pg_loss"] <= 0.0 for line in metrics)
 
 
 def test_server_and_trainer_are_compared_on_new_tokens_alone(metrics):

@@ -33,8 +33,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model_path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a checkpoint that is said to be in bfloat16, as the published ones; servers of a CPU
-    compute in float32."""
+    """A checkpoint labelled bfloat16, as the published ones;
+    servers of a CPU compute in float32."""
     path = make_tiny(tmp_path_factory.mktemp(family), family, vocab=65, layers=2, hidden=HIDDEN)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
@@ -66,7 +66,7 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
                 assert answers[0][1].num_verified == FAMILIES[family].num_served
             oracle = with_weights_of(version, model_path, tmp_path / str(version))
             answer = check(server, PROMPT, oracle)
-            # begins with what is cached, goes on for several chunks
+            # begins with cached tokens, goes on for several chunks
             again = check(server, [*PROMPT, *answer.tokens.tolist(), *range(5, 5 + 3 * CHUNK)], oracle)
             assert again.num_cached_tokens >= len(PROMPT)
 

@@ -14,7 +14,7 @@ from megatron_dapo.rollout.build_rollout import make_scorers
 
 pytestmark = pytest.mark.e2e
 
-PATTERN = r"([0-9])"  # the last digit of what the tiny model writes
+PATTERN = r"([0-9])"  # the last digit in the tiny model's answer
 RESPONSES = [f"{number}+{number}" for number in range(8)]
 
 

@@ -1,4 +1,4 @@
-"""kill -9 of the trainer at random moments: the next one finds a complete checkpoint, the newest that there was."""
+"""kill -9 of the trainer at random moments: the next one finds the newest complete checkpoint."""
 
 import json
 import random
@@ -33,7 +33,8 @@ def config(tmp_path) -> Config:
     """A checkpoint after every step, written while the next one is trained."""
     for step in range(1, NUM_STEPS + 1):
         batch_file(tmp_path / "batches", step).parent.mkdir(exist_ok=True)
-        batch_file(tmp_path / "batches", step).touch()  # stands for a dumped batch: the scripted rollout reads none
+        # stands for a dumped batch: the scripted rollout reads none
+        batch_file(tmp_path / "batches", step).touch()
     return load_and_validate(
         None,
         [
@@ -56,8 +57,8 @@ def config(tmp_path) -> Config:
 
 
 def test_after_each_kill_the_next_trainer_goes_on_from_the_newest_complete_checkpoint(config, tmp_path):
-    """One rank or both, around and during saves; the moments are drawn with a fixed seed, and are counted in saves, so
-    that they are as many on a busy machine."""
+    """One rank or both, around and during saves. The moments are drawn with a fixed seed and
+    counted in saves: their number is the same on a busy machine."""
     run, moments = RunFolder(tmp_path / "run"), random.Random(3)
     newest, num_during_a_save = 0, 0
     with nursery(config, tmp_path) as tell:
@@ -86,7 +87,7 @@ def test_after_each_kill_the_next_trainer_goes_on_from_the_newest_complete_check
 
 @contextmanager
 def nursery(config: Config, folder: Path) -> Iterator[Callable[[str], None]]:
-    """Call what it gives with a command; see trainer_nursery."""
+    """A function that takes a command; see trainer_nursery."""
     (folder / "config.yaml").write_text(to_yaml(config))
     command = [sys.executable, "-m", "tests.e2e.trainer_nursery", str(folder / "config.yaml"), str(folder / "log")]
     process = subprocess.Popen(

@@ -1,5 +1,5 @@
-"""A mixture of experts learns the demo's task with replayed routing: the example as a user starts it, with fewer of its
-steps."""
+"""A mixture of experts learns the demo's task with replayed routing: the example as a user starts
+it, with fewer of its steps."""
 
 import json
 from statistics import fmean
@@ -34,9 +34,11 @@ def test_the_reward_climbs_and_so_does_the_held_out_accuracy(metrics):
 
 
 def test_the_trainer_takes_the_servers_experts_and_so_computes_its_log_probs(metrics):
-    """In float32 both choose alike, but near ties. The bounds are those of the dense demo (test_program.py)."""
+    """In float32 both choose alike, but near ties. The bounds are those
+    of the dense demo (test_program.py)."""
     for line in steps(metrics):
-        assert 0.0 <= line["actor/router_mismatch"] < 0.1  # the second optimizer step meets moved weights
+        # the second optimizer step meets moved weights
+        assert 0.0 <= line["actor/router_mismatch"] < 0.1
         assert line["actor/expert_dropped"] == 0.0 and line["actor/expert_load_max"] > 1.0
     compared = [line for line in steps(metrics) if "actor/rollout_kl" in line]
     assert len(compared) >= NUM_STEPS / 2

@@ -1,4 +1,5 @@
-"""A mixture of experts spread over trainer ranks, and a real server of it: the same model before and after a push."""
+"""A mixture of experts spread over trainer ranks, and a real server of it: one model before and
+after a push."""
 
 import asyncio
 import shutil
@@ -71,7 +72,8 @@ async def generate(server: ServerSupervisor, prompt: Sequence[int] = PROMPT) -> 
 
 
 def with_weights_of(version: int, model_path: Path, folder: Path) -> Path:
-    """The checkpoint as the trainer's weights are at this version, and as a server of gpt-oss rounds the sinks."""
+    """The checkpoint with the trainer's weights of this version, the sinks rounded as a server of
+    gpt-oss rounds them."""
     shutil.copytree(model_path, folder)
     tensors = load_file(model_path / "model.safetensors")
     tensors = {name: changed(tensor, version) for name, tensor in tensors.items()}
@@ -87,11 +89,13 @@ def test_the_server_answers_as_transformers_do_with_the_checkpoint_and_with_what
     arguments = (free_port(), 2, {"tp": 2, "sp": True, "ep": 2}, str(model_path), server.overrides(), {}, config)
     with Ranks(rank_main, 2, *arguments) as trainer:
         trainer.order("open")
-        for version in (0, 150):  # the second: weights 15 % larger, so that other answers are likely
+        # the second: weights 15 % larger, so that other answers are likely
+        for version in (0, 150):
             if version:
                 answers = trainer.order(version)
                 assert [status for status, _ in answers] == ["ok", "ok"], answers
-                # per layer: q, k and v in one, o, their norms q and k, two norms, the router, two of all experts
+                # per layer: q, k and v in one, o, their norms q and k, two norms, the router, two
+                # of all experts
                 assert answers[0][1].num_verified == 2 * 9 + 3
             answer = asyncio.run(generate(server))
             oracle = with_weights_of(version, model_path, tmp_path / str(version))

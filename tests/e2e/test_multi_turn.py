@@ -1,6 +1,8 @@
-"""Several turns with a tool, from end to end: a real server, environments in their processes, learning on the CPU.
+"""Several turns with a tool, from end to end: a real server, environments in their processes,
+learning on the CPU.
 
-One environment hangs once, burning CPU: it costs one trajectory. Every dumped trajectory is checked token by token.
+One environment hangs once, burning CPU, and costs one trajectory. Every dumped trajectory is
+checked token by token.
 """
 
 import json
@@ -66,7 +68,8 @@ def spelled(tokens) -> str:
 
 
 def results_of(turn: str) -> str:
-    """What the tool answers to a turn, computed here: exact products and the like, or what an error begins with."""
+    """The tool's answer to a turn, computed here: exact products and the like,
+    or the beginning of an error."""
     answers = []
     for call in (part.partition(")")[0] for part in turn.split("(")[1:]):
         product = re.fullmatch(r"(\d+)\*(\d+)", call)
@@ -85,7 +88,8 @@ def test_the_model_learns_to_call_the_tool(metrics):
 
 
 def test_masks_and_turn_counts_token_by_token(batches):
-    """The oracle knows the characters, the end token, products and the limits of the config, and no code of ours."""
+    """The oracle knows the characters, the end token, products and the limits of the config, and no
+    code of ours."""
     num_checked = num_two_turns = 0
     for sample in samples(batches):
         tokens, mask = sample.response_tokens, sample.loss_mask
@@ -94,7 +98,8 @@ def test_masks_and_turn_counts_token_by_token(batches):
         parts = [
             (own, [token for token, _ in part]) for own, part in groupby(zip(tokens, mask, strict=True), lambda x: x[1])
         ]
-        assert [own for own, _ in parts] == [1, 0] * (len(parts) // 2) + [1]  # begins and ends with the model
+        # begins and ends with the model
+        assert [own for own, _ in parts] == [1, 0] * (len(parts) // 2) + [1]
         assert sample.num_turns == len(parts) // 2 + 1
         for position, (own, part) in enumerate(parts):
             if own:
@@ -124,8 +129,8 @@ def test_the_trainer_learns_from_the_models_tokens_only(batches):
 
 
 def test_the_server_saw_exactly_the_tokens_that_are_trained_on(metrics):
-    """Its log-probs, turn after turn, are the trainer's on the whole trajectory at once. Bounds as in test_program.py;
-    tokens that had been tokenized anew would differ by whole units."""
+    """Its log-probs, turn after turn, are the trainer's on the whole trajectory at once. Bounds as
+    in test_program.py; tokens from a new tokenization would differ by whole units."""
     compared = [line for line in steps(metrics) if "actor/rollout_kl" in line]
     assert len(compared) >= NUM_STEPS / 2
     assert all(line["actor/rollout_abs_diff_max"] < 5e-4 for line in compared)
@@ -152,7 +157,8 @@ def test_sample_responses_show_the_turns(run):
     for response in shown:
         assert [turn["by"] for turn in response["turns"]] == ["model", "environment", "model"]
         every_token = "".join(turn["text"] for turn in response["turns"])
-        assert re.sub("<(eos|unk|pad)>", "", every_token) == response["text"]  # special tokens are sampled now and then
+        # special tokens are sampled now and then
+        assert re.sub("<(eos|unk|pad)>", "", every_token) == response["text"]
 
 
 def test_the_resolved_config_says_how_it_was_played(run):

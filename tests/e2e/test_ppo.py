@@ -1,9 +1,12 @@
-"""PPO with a critic, as a user starts it: the demo task with a real server, at two tensor-parallel ranks with sequence
-parallelism; then the same batches at two pipeline stages, replayed: a second server would cost half of the test.
+"""PPO with a critic, as a user starts it: the demo task with a real server.
 
-The critic learns alone in the first step. Bounds: seen, in three runs with a server (two at TP 2, one at PP 2), were an
-explained variance of 0.36 to 0.69 from the third step on, a value loss that falls from 0.20 to between 0.05 and 0.10,
-and a reward that climbs from below 0.40 to above 0.62 (means of three steps).
+It runs at two tensor-parallel ranks with sequence parallelism. A replay of its batches then runs at
+two pipeline stages: a second server would cost half of the test.
+
+In the first step only the critic learns. The bounds are from three runs with a server (two at TP 2,
+one at PP 2), in means of three steps. Explained variance was 0.36 to 0.69 from the third step on.
+The value loss fell from 0.20 to between 0.05 and 0.10; the reward climbed from below 0.40 to above
+0.62.
 """
 
 import json
@@ -98,11 +101,13 @@ def test_the_critic_warms_up_alone(layout, request):
 
 
 def test_two_pipeline_stages_learn_what_two_tensor_parallel_ranks_learn(tp2, pp2):
-    """To rounding in the first steps, where a fault of the layout shows; later the training itself makes it larger.
+    """Equal to rounding in the first steps, early enough for a fault of the layout;
+    later training enlarges it.
 
-    Two layouts add float32 numbers in other orders, so their first gradients differ by some 1e-6. AdamW divides by the
-    size of the gradient: where that is all rounding, a weight moves by a whole learning rate, 1e-4 here, in either
-    direction. After 12 steps a mean was seen to differ by 2e-4, and the worst token's log-prob by 1.3e-4.
+    Two layouts add float32 numbers in other orders, so their first gradients differ by some 1e-6.
+    AdamW divides by the size of the gradient. A gradient of pure rounding moves a weight by a whole
+    learning rate, 1e-4 here, in either direction. After 12 steps a mean was seen to differ by 2e-4,
+    and the worst token's log-prob by 1.3e-4.
     """
     for actual, expected in zip(pp2, tp2, strict=True):
         bound = 1e-4 if actual["step"] <= WARMUP + 1 else 1e-3

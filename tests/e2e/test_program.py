@@ -1,4 +1,5 @@
-"""The program as a user starts it: servers, controller, trainer with TP=2 and sequence parallelism, run folder.
+"""The program as a user starts it: servers, controller,
+trainer with TP=2 and sequence parallelism, run folder.
 
 The demo as `make demo` runs it, with fewer of its steps.
 """
@@ -55,9 +56,10 @@ def test_every_step_took_two_optimizer_steps_on_the_newest_weights(metrics):
 
 
 def test_after_every_sync_the_server_computes_the_trainers_log_probs(metrics):
-    """Both sides compute in float32, in different orders. The trained model in Hugging Face's code, float32 against
-    float64, differs by up to 8e-5 at tokens with log-probs of -10 to -12 (14 520 sampled ones): twice that is what two
-    such sides may differ by, and 5e-4 leaves a factor of three. The mean is 2e-7. Weights one step old: 0.3 to 3."""
+    """Both sides compute in float32, in different orders. In Hugging Face's code the trained model
+    differs by up to 8e-5 between float32 and float64, over 14 520 sampled tokens. The worst have
+    log-probs of -10 to -12. Two such sides may differ by twice that, and 5e-4 leaves a factor of
+    three. The mean is 2e-7. Weights one step old: 0.3 to 3."""
     compared = [line["actor/rollout_abs_diff_max"] for line in steps(metrics) if "actor/rollout_kl" in line]
     assert len(compared) >= NUM_STEPS / 2 and compared[0] > 0
     assert max(compared) < 5e-4
@@ -90,7 +92,8 @@ def test_the_trained_model_is_a_checkpoint_that_transformers_loads(run):
 
 
 def test_the_tokens_that_are_kept_are_those_of_the_responses(run):
-    """Beside them the trainer's log-probs, which differ from the server's as rounding does; see above for 5e-4."""
+    """Beside them the trainer's log-probs: they differ from the server's by rounding;
+    see above for 5e-4."""
     for step in (1, NUM_STEPS):
         groups = [json.loads(line) for line in run.rollout(step).read_text().splitlines()]
         responses = [response for group in groups for response in group["responses"]]

@@ -1,6 +1,7 @@
-"""The program with two pipeline stages and two servers: the same run in another layout, on a tied Llama.
+"""The program with two pipeline stages and two servers: the same run in another layout,
+on a tied Llama.
 
-Its batches are dumped, and replayed without a server in the same layout and in another.
+Its batches are dumped; replays without a server follow in the same layout and in another.
 """
 
 import json
@@ -39,7 +40,8 @@ PP2 = {"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2, "trai
 def folder(tmp_path_factory) -> Path:
     """Model and prompts; the run folders of all runs."""
     folder = tmp_path_factory.mktemp("pipeline")
-    make_tiny(folder / "model", "llama", tied=True, hidden=48, heads=3, kv_heads=3)  # 3 heads forbid TP=2
+    # 3 heads forbid TP=2
+    make_tiny(folder / "model", "llama", tied=True, hidden=48, heads=3, kv_heads=3)
     rows = [{"data_source": "made up", "prompt": f"{i}+{i}=", "reward_model": {"ground_truth": "0"}} for i in range(40)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -66,7 +68,8 @@ def test_every_step_trains_and_reaches_both_servers(metrics):
 
 
 def test_both_stages_weights_arrive_on_the_servers(metrics):
-    """The last step was sampled with weights that two updates moved; the servers' log-probs are the trainer's."""
+    """The last step was sampled with twice-updated weights;
+    the servers' log-probs are the trainer's."""
     compared = [line["actor/rollout_abs_diff_max"] for line in metrics if "actor/rollout_kl" in line]
     assert compared and max(compared) < 1e-4
 
@@ -79,7 +82,7 @@ def replays(folder, metrics) -> dict[str, list[dict]]:
 
 
 def compared(line: dict) -> dict[str, float]:
-    """What a replay has to give again: neither the clock nor the servers."""
+    """A replay must give these again: all but the clock and the servers."""
     return {name: value for name, value in line.items() if name.split("/")[0] not in ("time", "perf", "weight_sync")}
 
 
@@ -91,7 +94,8 @@ def test_a_replay_in_the_same_layout_gives_every_metric_and_the_model_bit_for_bi
 
 def test_a_replay_in_another_layout_gives_the_same_numbers_but_for_rounding(metrics, replays):
     for got, expected in zip(replays["one process"], metrics, strict=True):
-        growth = 1 if got["step"] == 1 else 10  # training makes the rounding larger: see test_ppo.py
+        # training makes the rounding larger: see test_ppo.py
+        growth = 1 if got["step"] == 1 else 10
         for name, value in compared(expected).items():
             assert compared(got)[name] == pytest.approx(value, rel=1e-4 * growth, abs=1e-5 * growth), name
 

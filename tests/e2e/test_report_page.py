@@ -1,4 +1,4 @@
-"""The page of `report` in a real browser: no error in its console, no request to anybody, and every control works."""
+"""The page of `report` in a real browser: no console errors, no requests, every control works."""
 
 import json
 import random
@@ -73,7 +73,8 @@ def test_filters_choose_right_wrong_and_cut_answers(page):
 
 
 def test_prompts_that_became_right_or_wrong_since_the_first_evaluation_are_found(page):
-    """As `eval --compare` says it: more than half of the answers are right, and were not, or were, and are not."""
+    """As `eval --compare` says it: more than half of the answers are right, and were not,
+    or the reverse."""
     assert page.do("document.querySelector('input[value=gained]').closest('label').hidden")
     page.choose("#kind", "held-out")
     status(page, "Step 6: 16 answers in 4 groups, 10 right (62.5 %), 0 cut, 16 in a loop.")
@@ -191,7 +192,7 @@ def test_runs_lie_over_each_other_and_can_be_left_out(page):
 
 
 def test_all_figures_are_on_paper(page):
-    """Those that were never in view are drawn for it."""
+    """Rows never in view are drawn for it."""
     page.do("dispatchEvent(new Event('beforeprint'))")
     page.wait_for("figures.length > 10 && figures.every(figure => figure.chart.querySelector('.main-svg'))")
 
@@ -239,7 +240,7 @@ def test_texts_have_the_contrast_that_wcag_asks_for(page, theme):
 
 
 def test_a_long_run_opens_and_is_not_too_large(browser, tmp_path):
-    """500 steps of 64 groups of 8 answers, whose words are drawn: they cannot be compressed as an answer's can."""
+    """500 steps of 64 groups of 8 answers with drawn words: like real answers, hard to compress."""
     run = write_run(tmp_path / "run", num_steps=500, num_groups=64, n=8, mean_length=60, num_distinct=10)
     write_report([run.path], tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < MAX_BYTES
@@ -277,7 +278,7 @@ def test_answers_that_come_after_the_page_was_opened_are_shown_and_so_are_their_
         browser.choose("#colour", "advantages")
         status(browser, "Nothing is known of their tokens")
         browser.press("j")
-        browser.press("g")  # one group alone
+        browser.press("g")  # only one group
         browser.wait_for("document.querySelectorAll('#list .group').length === 1")
         kept[1][0].write_bytes(kept[1][1])
         browser.wait_for("document.querySelectorAll('#list .token').length > 10")
@@ -303,4 +304,4 @@ def test_a_watched_run_is_followed(browser, tmp_path):
         assert {each.partition("/")[0] for each in browser.requests} == {"http:"}
         page, _, key = address.partition("?")
         assert key and all(each.startswith(page) for each in browser.requests) and browser.errors == []
-        browser.command("Page.navigate", url="about:blank")  # else it goes on asking a server that is gone
+        browser.command("Page.navigate", url="about:blank")  # else it goes on asking a dead server

@@ -1,7 +1,8 @@
-"""A run that is stopped and resumed is the same run: bit for bit in the same layout, and in another up to rounding.
+"""A stopped and resumed run is the same run: bit for bit in its layout, to rounding in another.
 
-The trainer is the real one, started by launch.local; the rollout is scripted (see scripted_trainer), because a server's
-sampling is not repeatable. What of the rollout a checkpoint keeps is the real bookkeeping: cursor, surplus groups.
+The trainer is the real one, started by launch.local; the rollout is scripted (see
+scripted_trainer), because a server's sampling is not repeatable. The rollout's part of a checkpoint
+is the real bookkeeping: cursor, surplus groups.
 """
 
 import json
@@ -53,8 +54,9 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def config_of(inputs: Path, run: Path, *overrides: str) -> Config:
-    """KL in the reward with an adaptive coefficient, a learning rate that warms up and decays, two optimizer steps per
-    rollout step, experience replay: everything that has a state has one that moves."""
+    """KL in the reward with an adaptive coefficient, a learning rate with warm-up and decay, two
+    optimizer steps per rollout step, experience replay. Every kind of state is there, and all of
+    them move."""
     return load_and_validate(
         None,
         [
@@ -84,13 +86,14 @@ def config_of(inputs: Path, run: Path, *overrides: str) -> Config:
 
 
 def train(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
-    """Exit code of launch.local with the scripted trainer, whose ranks are forks."""
+    """Exit code of launch.local with the scripted trainer; its ranks are forks."""
     with mock.patch.object(child_process.subprocess, "Popen", ForkedPopen):
         return train_from_the_start(config, signal_after, number)
 
 
 def train_from_the_start(config: Config, signal_after: int = 0, number: str = "SIGTERM") -> int:
-    """Exit code of launch.local with the scripted trainer, whose ranks import everything for themselves."""
+    """Exit code of launch.local with the scripted trainer;
+    its ranks import everything for themselves."""
     command = [sys.executable, "-m", "tests.e2e.scripted_trainer", str(signal_after), number]
     run = RunFolder.of(config.trainer)
     return run_local(config, [*command, "--config", str(run.logs / "config.yaml")])
@@ -108,7 +111,7 @@ def without_weights(model: Path) -> Iterator[None]:
 
 
 def metrics_of(run: Path) -> list[dict]:
-    """By step, without the seconds that things took, and what is divided by them."""
+    """By step, without seconds, and quotients of them."""
     lines = [json.loads(line) for line in RunFolder(run).metrics.read_text().splitlines()]
     return [
         {name: x for name, x in line.items() if name != "time" and not name.startswith(("time/", "perf/"))}
@@ -117,7 +120,8 @@ def metrics_of(run: Path) -> list[dict]:
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of models and optimizers, read by torch alone; of the critic too, where there is one."""
+    """Every tensor of models and optimizers, read by torch only;
+    the critic's too, if there is one."""
     tensors = {}
     for part in (path for path in (checkpoint / "megatron", checkpoint / "critic") if path.is_dir()):
         reader = FileSystemReader(part)
@@ -130,7 +134,8 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-# with two tensor-parallel ranks PPO: a critic that starts before the policy, with a schedule of its own
+# with two tensor-parallel ranks PPO: a critic that starts before the policy,
+# with a schedule of its own
 LAYOUTS = {
     "tp2": (
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
@@ -147,8 +152,8 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def whole(request, inputs, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
-    """Six steps without a break; the layout's overrides. Ranks of the first layout import everything for themselves:
-    with what they do forks are compared."""
+    """Six steps without a break; the layout's overrides. Ranks of the first layout import
+    everything for themselves: the base for the forks."""
     run, layout = tmp_path_factory.mktemp("whole") / "run", LAYOUTS[request.param]
     config = config_of(inputs, run, f"trainer.save_interval={NUM_STEPS}", "trainer.save_hf=true", *layout)
     start = train_from_the_start if request.param == "tp2" else train
@@ -199,7 +204,7 @@ def test_three_steps_a_signal_and_three_more_are_the_run_of_six_bit_for_bit(whol
     ("how", "save_interval", "code"),
     [
         ("asked", NUM_STEPS, 85),  # the step before has to be saved
-        ("asked", STOPPED_AFTER, 85),  # it is saved, but not what was sampled since
+        ("asked", STOPPED_AFTER, 85),  # it is saved, but no later samples
         ("asked_and_lost", NUM_STEPS, 85),
         ("exhausted", NUM_STEPS, 2),
     ],
@@ -225,8 +230,8 @@ def test_a_run_that_ends_in_the_middle_of_a_step_goes_on_with_its_open_gen_batch
 
 @pytest.mark.parametrize("whole", LAYOUTS, indirect=True)
 def test_a_run_goes_on_in_another_layout(whole, inputs, tmp_path, capfd):
-    """From two data-parallel ranks, or two tensor-parallel ones with a critic, to two pipeline stages, after a blocking
-    save."""
+    """From two data-parallel ranks, or two tensor-parallel ones with a critic, to two pipeline
+    stages, after a blocking save."""
     run, layout = tmp_path / "run", whole[1]
     assert train(config_of(inputs, run, "trainer.async_save=false", *layout), STOPPED_AFTER, "SIGUSR1") == 85
     staged = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
@@ -259,8 +264,8 @@ def test_a_changed_learning_rate_is_refused_before_anything_starts(whole, inputs
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
 def test_a_model_without_its_optimizer_is_taken_only_if_accepted(whole, inputs, tmp_path, capfd):
-    """In half precision, whose optimizer has weights of its own: a step at hardly any learning rate leaves the model as
-    it was trained."""
+    """In half precision the optimizer has weights of its own: a step at hardly any learning rate
+    leaves the trained model."""
     run, layout = tmp_path / "run", whole[1]
     shutil.copytree(whole[0], run)
     write_manifest(RunFolder(run).checkpoint(NUM_STEPS), ["model", "counters", "controller"])
@@ -278,7 +283,8 @@ def test_a_model_without_its_optimizer_is_taken_only_if_accepted(whole, inputs, 
     assert train(config_of(inputs, run, *more, "trainer.accept_missing=[optimizer]")) == 0
     printed = capfd.readouterr().out
     assert f"Resumed after step {NUM_STEPS}" in printed and "not restored: optimizer and generators" in printed
-    assert metrics_of(run)[NUM_STEPS]["actor/lr"] == metrics_of(whole[0])[-1]["actor/lr"] == 0.0  # the decay's end
+    # the decay's end
+    assert metrics_of(run)[NUM_STEPS]["actor/lr"] == metrics_of(whole[0])[-1]["actor/lr"] == 0.0
     exported = load_file(RunFolder(run).model / file)
     assert all(is_rounded(tensor, trained[name]) for name, tensor in exported.items())
     assert not all(is_rounded(tensor, begun[name]) for name, tensor in exported.items())
@@ -291,7 +297,8 @@ def is_rounded(half: torch.Tensor, full: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
 def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole, inputs, tmp_path):
-    """Converted by two tensor-parallel processes, trained by two data-parallel ranks; so is the reference."""
+    """Converted by two tensor-parallel processes, trained by two data-parallel ranks;
+    so is the reference."""
     run, made, layout = RunFolder(tmp_path / "run"), tmp_path / "made", whole[1]
     options = ("--hf-model", str(inputs / "model"), "--output", str(made), "--tp", "2")
     run_torchrun(REPOSITORY / "checkpoints_tools" / "hf_to_megatron.py", 2, *options)
@@ -306,7 +313,8 @@ def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole,
 
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
 def test_a_run_may_start_from_the_model_of_a_training_checkpoint(whole, inputs, tmp_path):
-    """Cut in another way, with what the run exported as its reference: before the first step no log-prob differs."""
+    """Cut in another way, with the run's own export as its reference:
+    before the first step no log-prob differs."""
     run, earlier = tmp_path / "run", RunFolder(whole[0])
     options = [
         f"actor_rollout_ref.model.path={earlier.checkpoint(NUM_STEPS)}",

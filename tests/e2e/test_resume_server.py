@@ -1,7 +1,8 @@
-"""A run with a real server and controller, stopped by a file and started again: no group is lost, none comes twice.
+"""A run with a real server and controller, stopped by a file and resumed:
+no group is lost or doubled.
 
-It starts from a model that hf_to_megatron wrote: the server begins without weights, and gets them from the trainer.
-launch.local and its trainer are forks, which import nothing.
+It starts from a model in the form of hf_to_megatron: the server begins without weights, and gets
+them from the trainer. launch.local and its trainer are forks without imports.
 """
 
 import json
@@ -26,7 +27,7 @@ NUM_STEPS, NUM_GROUPS, GEN_BATCH = 300, 4, 6
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[RunFolder, list[str]]:
-    """The run folder after a stop, a resume and two more steps; what the two printed."""
+    """The run folder after a stop, a resume and two more steps; both outputs."""
     folder = tmp_path_factory.mktemp("stopped")
     run = RunFolder(folder / "run")
     model = converted(make_tiny(folder / "hf", "qwen2", layers=2), folder / "model")
@@ -55,7 +56,7 @@ def runs(tmp_path_factory) -> tuple[RunFolder, list[str]]:
 
 
 def _stopped_run(run: RunFolder, overrides: list[str], num_steps: int) -> str:
-    """Ask for a stop after num_steps more steps are reported; what it printed."""
+    """Ask for a stop after num_steps more steps have metrics; the output."""
     done = len(_metrics(run))
     log = run.path.with_name(f"after_{done}.log")
     with log.open("ab") as output:
@@ -93,7 +94,8 @@ def test_the_second_start_continues_the_first(runs):
 
 
 def test_the_servers_get_the_restored_weights(runs):
-    """The first step after the resume was sampled with them: the servers' log-probs are the trainer's."""
+    """The first step after the resume was sampled with them:
+    the servers' log-probs are the trainer's."""
     compared = [line["actor/rollout_abs_diff_max"] for line in _metrics(runs[0]) if "actor/rollout_kl" in line]
     assert compared and max(compared) < 1e-4
 

@@ -1,4 +1,5 @@
-"""A reward model on the real SGLang: its scores are transformers', and a server that dies loses no response."""
+"""A reward model on the real SGLang: transformers' scores,
+and no response lost with a dying server."""
 
 import asyncio
 import json
@@ -36,7 +37,7 @@ FAMILIES: tuple[Literal["qwen2", "qwen3", "llama"], ...] = ("qwen2", "qwen3", "l
 
 @dataclass(frozen=True)
 class Served:
-    """A running server of a classifier, whose folder is `model`. config: names it."""
+    """A running server of a classifier from the folder `model`. config: names it."""
 
     model: Path
     config: Config
@@ -56,7 +57,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
                 "reward.model.weight=2.0",
                 f"trainer.run_dir={folder}/run_{family}",
                 "actor_rollout_ref.rollout.server.startup_timeout_s=300.0",
-                "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]",  # of the rollout there is none
+                # the rollout has none
+                "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]",
             ]
             servers = RunServers.of(load_config(None, keys), folder / f"run_{family}")
             made[family] = Served(model, load_config(None, [*keys, *servers.overrides()]), servers)
@@ -68,7 +70,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serve
 
 
 def expected_scores(path: Path) -> list[float]:
-    """transformers' scores of the last token, in the chat template of the classifier's own tokenizer."""
+    """transformers' scores of the last token, in the chat template
+    of the classifier's own tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     is_critic = "Token" in json.loads((path / "config.json").read_text())["architectures"][0]
     kind = AutoModelForTokenClassification if is_critic else AutoModelForSequenceClassification
@@ -104,7 +107,8 @@ def test_scores_are_those_of_transformers_and_are_added_to_the_rules(served, fam
 
 
 def test_a_server_that_dies_is_started_again_and_a_critics_head_has_its_bias(served):
-    """What it is started with again is a critic, as a run's is exported: so the scores are those of the new start."""
+    """Its second start is from a critic, as a run exports it:
+    so the scores are those of the new start."""
     model, config, servers = (getattr(served["qwen2"], name) for name in ("model", "config", "servers"))
     make_tiny_classifier(model, "qwen2", bias=0.25, seed=1)
 

@@ -1,4 +1,5 @@
-"""The controller, its handle and a real SGLang server: batches, evaluation, a server killed in the middle of a step."""
+"""The controller, its handle and a real SGLang server: batches, held-out answers,
+a kill in mid-step."""
 
 import asyncio
 import json
@@ -32,7 +33,8 @@ def score(data_source, response, ground_truth, extra_info):
 
 @pytest.fixture
 def handle(server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutHandle]:
-    """A random model of characters: about every second response has a vowel, so groups of both kinds come."""
+    """A random model of characters: about every second response has a vowel,
+    so groups of both kinds come."""
     rows = [{"prompt": f"{a}+{b}=", "label": "a", "data_source": "vowels"} for a in range(10) for b in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "vowel_rewards.py").write_text(REWARD)
@@ -76,13 +78,14 @@ async def pause(server) -> None:
 
 
 def freeze_behind(pid: int) -> None:
-    """From now on requests wait, and the server does not say so: its HTTP side answers, its scheduler is stopped."""
+    """From now on requests wait, and the server does not say so: its HTTP side answers, its
+    scheduler is stopped."""
     for child in psutil.Process(pid).children(recursive=True):
         child.suspend()
 
 
 def supervise(servers: ServerSupervisor, work: Future):
-    """What work returns; dead servers are restarted meanwhile."""
+    """The result of the work; dead servers are restarted meanwhile."""
     while not work.done():
         servers.check()
         try:
@@ -120,7 +123,8 @@ def test_batches_come_from_a_real_server_and_survive_its_death(server, handle):
 
         metrics = handle.evaluate(1, 1)
         assert metrics["val/num_prompts"] == 100
-        asyncio.run(pause(server))  # as a push whose last call did not reach it: the server is told to continue
+        # as after a push without its last call: the server is told to continue
+        asyncio.run(pause(server))
         again = handle.evaluate(1, 1)
         assert again.pop("val/seconds") > 0 and metrics.pop("val/seconds") > 0
         assert metrics == again  # greedy

@@ -1,4 +1,4 @@
-"""A real server in bfloat16 that tells which experts its routers chose, and the trainer that takes them."""
+"""A real server in bfloat16 reports its routers' experts, and the trainer takes them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -27,8 +27,9 @@ pytestmark = pytest.mark.e2e
 CHUNK = 32  # tokens that the server reads at once
 PROMPTS = [[5 + (number * place) % 60 for place in range(1, 4 + 3 * number)] for number in range(1, 17)]
 LENGTH = 48
-# |server's - trainer's log-prob| of a dense model of these sizes (make_tiny "qwen3"), measured in the same way over
-# 2331 tokens: mean and 99 % quantile of rounding in bfloat16. The test allows twice that, for the draw of the tokens
+# server's - trainer's log-prob, absolute, of a dense model of these sizes (make_tiny "qwen3"),
+# measured in the same way over 2331 tokens. They are mean and 99 % quantile of rounding in
+# bfloat16. The test allows twice that, for the draw of the tokens
 DENSE_MEAN, DENSE_Q99 = 0.021, 0.082
 
 
@@ -142,9 +143,9 @@ def test_server_and_trainer_agree_in_bfloat16_where_the_trainer_takes_the_server
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
 def test_the_mean_difference_of_other_families_is_that_of_a_dense_model_too(family, tmp_path):
-    """Shared experts, a dense layer, a sigmoid router with a bias; sinks, windows, biases. Their rarest tokens may
-    differ by more, so that the mean is compared. In five runs it was 0.033 to 0.036 and 0.027 to 0.032, and without
-    replay 0.086 to 0.105 and 0.057 to 0.063."""
+    """Shared experts, a dense layer, a sigmoid router with a bias; sinks, windows, biases. Their
+    rarest tokens may differ by more, so the mean is compared. In five runs it was 0.033 to 0.036
+    and 0.027 to 0.032, and without replay 0.086 to 0.105 and 0.057 to 0.063."""
     model = make_tiny(tmp_path / "model", family, **SHAPE)
     with served(model, tmp_path) as server:
         answers = asked(model, server)

@@ -19,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 def ask(server, question):
-    """What `question(client)` returns."""
+    """The result of `question(client)`."""
 
     async def run():
         async with SGLangClient(server.url, server.key) as client:
@@ -57,7 +57,8 @@ def test_greedy_tokens_are_those_of_transformers(server, model):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_of_sampled_tokens_are_those_of_transformers_at_that_temperature(server, model, temperature):
     sampling = SamplingParams(max_new_tokens=40, temperature=temperature)
-    prompts = [prompt for prompt in PROMPTS for _ in range(8)]  # some 30 in flight, with shared prefixes
+    # some 30 in flight, with shared prefixes
+    prompts = [prompt for prompt in PROMPTS for _ in range(8)]
     for prompt, generation in zip(prompts, generate(server, prompts, sampling), strict=True):
         expected = log_probs(model, prompt, list(generation.tokens), temperature)
         assert max(abs(a - b) for a, b in zip(generation.log_probs, expected, strict=True)) < 1e-4
@@ -101,7 +102,8 @@ def test_a_paused_server_goes_on_where_it_was(server, model):
         await client.pause("retract")
         try:
             await client.post("/flush_cache", {})
-            await client.check_health()  # SGLang calls a paused server not ready; it is none the less well
+            # SGLang calls a paused server not ready; it is none the less well
+            await client.check_health()
             assert await client.is_paused()
         finally:
             await client.resume()
@@ -142,7 +144,8 @@ def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, 
             asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"{letter}{number:031}"))
             for letter in "ab"
         )
-        while not ended.done():  # on a busy machine the first comes before the request that it is about
+        # on a busy machine the first comes before the request that it is about
+        while not ended.done():
             await asyncio.sleep(0.1)
             await client.abort(f"b{number:031}")
         return await kept, await ended
@@ -152,7 +155,8 @@ def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, 
         assert kept.finish_reason != "abort" and ended.finish_reason in ("abort", kept.finish_reason)
         assert ended.tokens.tolist() == kept.tokens[: len(ended.tokens)].tolist()
         assert len(ended.weight_versions) == len(ended.tokens)
-        if 0 < len(ended.tokens) < len(kept.tokens):  # else it was aborted before its first token, or had ended
+        # else it was aborted before its first token, or had ended
+        if 0 < len(ended.tokens) < len(kept.tokens):
             break
     assert ended.finish_reason == "abort" and 0 < len(ended.tokens) < len(kept.tokens)
     expected = log_probs(model, [4, 4, 4], list(ended.tokens))
@@ -163,7 +167,8 @@ def test_a_server_tells_how_full_its_cache_is(server):
     async def read(client: SGLangClient):
         sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
         busy = 0.0
-        for number in range(50):  # its scheduler tells of itself now and then, perhaps not during the first of them
+        # its scheduler tells of itself now and then, perhaps not during the first of them
+        for number in range(50):
             running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"c{number:031}"))
             while not running.done() and not busy:
                 busy = await client.kv_used()
@@ -219,7 +224,7 @@ def test_strangers_are_refused_on_every_route_that_the_server_has(server):
 
 
 def test_the_key_of_a_server_is_in_its_file_alone(server):
-    """Not in any log. What the list of processes shows is looked at in test_server_launch.py."""
+    """Not in any log. For the list of processes see test_server_launch.py."""
     generate(server, PROMPTS, SamplingParams(max_new_tokens=2))
     folder = server.supervisor.key_file.parent.parent
     holders = [path for path in folder.rglob("*") if path.is_file() and server.key.encode() in path.read_bytes()]

@@ -1,4 +1,4 @@
-"""The batched attention inside SGLang: found as plug-ins, put in place, equal to what it replaces."""
+"""The batched attention inside SGLang: found as plug-ins, put in place, equal to the original."""
 
 import pytest
 import torch

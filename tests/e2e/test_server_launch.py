@@ -1,4 +1,5 @@
-"""launch.local and launch.sglang_server with real servers: they say what failed, and leave nothing behind."""
+"""launch.local and launch.sglang_server with real servers: failures are named,
+and nothing is left."""
 
 import json
 import signal

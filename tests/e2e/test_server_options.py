@@ -11,7 +11,8 @@ pytestmark = pytest.mark.e2e
 
 
 def test_the_refused_options_are_sglangs_and_no_other_option_begins_one_of_them():
-    """Else a name here would refuse nothing, or an allowed option would be taken for a refused one."""
+    """Else a name here would refuse nothing, or an allowed option would be taken
+    for a refused one."""
     program = (
         "import argparse\n"
         "from sglang.srt.server_args import ServerArgs\n"

@@ -1,4 +1,5 @@
-"""A real server whose detokenizer is stopped: all its processes live, it says that it is ready, and answers nothing."""
+"""A real server with a stopped detokenizer: all its processes live, it claims to be ready,
+and answers nothing."""
 
 import asyncio
 import signal

@@ -45,14 +45,16 @@ STRIDE = 10  # tokens of every response between two pushes, at least
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
 ROUNDINGS = 4
-"""How far a server may be from the exact log-prob, in the largest rounding of transformers' float32 on the same tokens.
-Of responses of some hundred tokens that is 4e-5 to 1.6e-4, and servers add in another order."""
+"""A server's allowed distance from the exact log-prob, in the largest rounding of transformers'
+float32 on the same tokens. For responses of some hundred tokens: 4e-5 to 1.6e-4. Servers add in
+another order."""
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2.3 MB per stage: several buckets of 1 MB. An odd vocabulary, which servers pad. Of a family whose servers can be
-    read tensor by tensor; with scaled rotary frequencies, which they compute by themselves."""
+    """2.3 MB per stage: several buckets of 1 MB. An odd vocabulary, padded by servers. A family
+    with servers readable tensor by tensor, and with scaled rotary frequencies of the servers'
+    own."""
     folder = tmp_path_factory.mktemp("model")
     return make_tiny(folder, "mistral", vocab=65, layers=8, hidden=128, rope=YARN_ROPE)
 
@@ -96,7 +98,7 @@ async def generate(client: SGLangClient) -> Generation:
 
 
 class LongResponse:
-    """A response that is being written at a server, until it is told to stop or has LONG tokens."""
+    """A response under way at a server, until a stop or LONG tokens."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self._url, self._key, self._id = url, key, uuid4().hex
@@ -163,8 +165,8 @@ def loaded(model_path: Path) -> torch.nn.Module:
 
 
 def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: Iterable[int]) -> list[Generation]:
-    """Push these versions while the responses are being written, each after some tokens of the one before it; return
-    the responses, which end some tokens later, and all are as long as the shortest."""
+    """Push these versions while the responses are being written, each after some tokens of the one
+    before it. Return the responses, ended some tokens later, all as long as the shortest."""
     with ThreadPoolExecutor(len(responses)) as threads:
         running = [threads.submit(response.read) for response in responses]
         for version in versions:
@@ -182,7 +184,8 @@ def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: 
 def expected(
     model_path: Path, generation: Generation, offset: int = 0, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """[tokens]: log-probs by the weights of each token's version; with an offset, of an earlier one's."""
+    """[tokens]: log-probs by the weights of each token's version;
+    with an offset, of an earlier one's."""
     labels = torch.from_numpy(generation.weight_versions)
     values = torch.full(labels.shape, torch.nan, dtype=dtype)
     for version in labels.unique().tolist():
@@ -258,7 +261,7 @@ def check_retracted(model_path: Path, generations: Sequence[Generation]) -> None
 
 
 def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
-    """What the weights before the push wrote is exact; what came after was written from their keys and values."""
+    """Tokens from before the push are exact; later ones use the earlier keys and values."""
     difference, bound = gap(model_path, generations), bound_of(model_path, generations)
     later = [torch.from_numpy(generation.weight_versions) == 12 for generation in generations]
     assert all(each.any() and not each.all() for each in later), "the push was in flight"
@@ -268,7 +271,8 @@ def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
 
 
 class Growing:
-    """The running servers, as a run has them: the first one, from `join` on both. What is dead is restarted."""
+    """The running servers, as a run has them: the first one, from `join` on both.
+    Dead ones are restarted."""
 
     def __init__(self, servers: ServerSupervisor, file: Path) -> None:
         self._servers, self._file, self.urls = servers, file, servers.urls[:1]
@@ -296,7 +300,8 @@ class Growing:
 
 
 def test_a_run_takes_in_a_server_that_comes_later_and_outlives_the_one_it_began_with(model_path, servers, tmp_path):
-    """The second server was killed above: it is restarted while the run begins with the first one."""
+    """The second server was killed above: it is restarted while the run begins
+    with the first one."""
     rows = [{"prompt": f"{a}+{b}=", "label": "0", "data_source": "any"} for a in range(10) for b in range(10)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(

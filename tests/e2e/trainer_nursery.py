@@ -1,8 +1,10 @@
-"""Starts trainers by forking: everything is imported once, and a new one trains after a second.
+"""Starts trainers by forking: everything is imported once; a new one trains after a second.
 
-python -m tests.e2e.trainer_nursery CONFIG LOG NUM_RANKS   What the ranks print goes to LOG. Commands are lines of its
-input, and it says "done" after each: `start`: the ranks of one more trainer; `kill RANK ...`: kill -9; `end`: of those
-that are left, as launch.local does when one is gone.
+python -m tests.e2e.trainer_nursery CONFIG LOG NUM_RANKS
+
+The ranks' output goes to LOG. Commands are lines of its input, and it says "done" after each.
+`start`: the ranks of one more trainer; `kill RANK ...`: kill -9; `end`: of the rest, as
+launch.local does when one is gone.
 """
 
 import os

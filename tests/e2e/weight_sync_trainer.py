@@ -1,4 +1,4 @@
-"""A trainer rank with a real Megatron model whose weights change with every version."""
+"""A trainer rank with a real Megatron model and new weights at every version."""
 
 import asyncio
 import os
@@ -26,7 +26,8 @@ from tests.distributed.weight_sync_world import serve_orders
 
 
 class DeadlyClient(SGLangClient):
-    """Kills its server, with all of its processes, while the update number `fatal_update` is on its way."""
+    """Kills its server, with all of its processes, while the update number `fatal_update` is
+    on its way."""
 
     def __init__(self, url: str, key: str, pid: int, fatal_update: int) -> None:
         super().__init__(url, key)
@@ -44,7 +45,8 @@ class DeadlyClient(SGLangClient):
 
 
 def changed(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The weights of a version, from those of the checkpoint: other bits everywhere, and of the same size."""
+    """The weights of a version, from those of the checkpoint: other bits everywhere,
+    and of the same size."""
     return tensor * (1.0 + 0.001 * version) if version else tensor
 
 
@@ -60,8 +62,8 @@ def rank_main(
     config: dict,
     adapter: tuple[str, LoraSettings] | None = None,
 ) -> None:
-    """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, update during which it
-    is killed). adapter: a PEFT folder, which is pushed merged, whatever the version is."""
+    """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, the update
+    during its kill). adapter: a PEFT folder, pushed merged at every version."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )

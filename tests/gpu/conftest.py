@@ -1,5 +1,5 @@
-"""Tests that need a CUDA GPU, skipped where there is none. `make test-gpu`, or with torch, triton, numpy and pytest
-alone
+"""Tests on a CUDA GPU, skipped without one. `make test-gpu`, or with only torch, triton,
+numpy and pytest
 
 python -m pytest -c tests/gpu/pytest.ini tests/gpu
 """
@@ -10,7 +10,8 @@ import pytest
 
 from megatron_dapo.common.child_environment import set_rank_defaults
 
-set_rank_defaults(os.environ)  # before torch and Transformer Engine are imported, as in a rank: one cuDNN for both
+# before torch and Transformer Engine are imported, as in a rank: one cuDNN for both
+set_rank_defaults(os.environ)
 
 import torch  # noqa: E402
 

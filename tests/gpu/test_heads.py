@@ -1,4 +1,5 @@
-"""The heads at the sizes of real models, bf16, against float64: values, gradients, bits, and no wait for the device."""
+"""The heads at real sizes, bf16, against float64: values, gradients, bits,
+and no wait for the device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The kernel of the loss of tokens, at real sizes; what tokens are multiplied by."""
+"""The kernel of the loss of tokens, at real sizes; the tokens' factors."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ LOSSES = {
 
 @pytest.fixture(scope="module")
 def tokens(device):
-    """32768 rows: as many as a micro-batch has."""
+    """32768 rows: the number in a micro-batch."""
     return checks.HeadCase.make(device, rows=32768, hidden=64, vocab=512, chunk_size=4096)
 
 
@@ -37,7 +37,7 @@ def test_the_loss_of_tokens_is_that_of_float64(tokens, loss):
 
 
 def tokens_for(loss: str, tokens: TokenBatch) -> TokenBatch:
-    """With what this loss reads and others do not."""
+    """With the inputs of this loss only."""
     if loss == "importance":
         return replace(tokens, importance=tokens.weights - 0.5)  # in [0, 1)
     if loss == "bypass":

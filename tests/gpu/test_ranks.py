@@ -1,7 +1,8 @@
-"""One rollout step at layouts of two ranks over NCCL: metrics, gradients and weights of one rank, in float32.
+"""One rollout step at layouts of two ranks over NCCL: metrics, gradients and weights are one
+rank's, in float32.
 
-Ranks may share a GPU (tests/gpu/first/ranks): then their times mean nothing. Context parallelism is not among them: on
-GPUs it needs Transformer Engine and bfloat16 (below).
+Ranks may share a GPU (tests/gpu/first/ranks): then their times mean nothing. Context parallelism is
+not among them: on GPUs it needs Transformer Engine and bfloat16 (below).
 """
 
 import importlib.util

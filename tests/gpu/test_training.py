@@ -1,4 +1,4 @@
-"""Layers and policy on a GPU in bf16; only where megatron-core is installed."""
+"""Layers and policy on a GPU in bf16; needs megatron-core."""
 
 import importlib.util
 
@@ -15,7 +15,8 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.gpu
 
 OURS = [f"{checks.MEGATRON}.use_transformer_engine=off"]
-BF16_LOG_PROBS = 0.05  # mean difference of two orders of summation, in a random model whose log-probs reach -20
+# mean difference of two orders of summation, in a random model with log-probs down to -20
+BF16_LOG_PROBS = 0.05
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers: the same model as ours, and FP8 near it; only where both are installed."""
+"""Transformer Engine's layers: the same model as ours, and FP8 near it; needs both packages."""
 
 import importlib.util
 
@@ -17,9 +17,11 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.gpu
 
 OURS, ITS = ([f"{checks.MEGATRON}.use_transformer_engine={word}"] for word in ("off", "on"))
-BF16_LOG_PROBS = 0.05  # mean difference of two orders of summation, in a random model whose log-probs reach -20
+# mean difference of two orders of summation, in a random model with log-probs down to -20
+BF16_LOG_PROBS = 0.05
 FP8_LOG_PROBS = 0.5  # 3 bits of mantissa
-# near ties send a few tokens to other experts: between float32 and bfloat16 on a CPU 0.054 for this model of Qwen3-MoE
+# near ties send a few tokens to other experts: between float32 and bfloat16 on a CPU 0.054 for this
+# model of Qwen3-MoE
 ROUTED_LOG_PROBS = 0.2
 # keys of 192 and values of 128: those for which Transformer Engine has a kernel
 DEEPSEEK_WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -75,8 +77,9 @@ def has_grouped_product(policy: Policy) -> bool:
 
 @pytest.mark.parametrize("model_path", MIXTURES, indirect=True)
 def test_the_grouped_product_of_a_ranks_experts_equals_ours(layout, model_path, tmp_path):
-    """Ours, and its own with adapters, which change nothing yet, are computed one after the other; a grouped product
-    stands beside adapters of the attention alone, and where experts are no modules (gpt-oss)."""
+    """Ours, and its own with adapters, which change nothing yet, are computed one after the other.
+    A grouped product stands beside adapters of the attention only, and for experts without modules
+    (gpt-oss)."""
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, ITS)
     assert has_grouped_product(policy)
     assert policy.update(mini_batches, weight_version=0)["actor/expert_dropped"] == 0.0
@@ -106,7 +109,8 @@ def test_fp8_is_near_and_trains(layout, model_path, recipe, kind):
 
 
 def test_an_optimizer_in_the_machines_memory_takes_the_steps_of_one_on_the_gpu(layout, model_path):
-    """At a learning rate by which half-precision weights move; its rounding is what they may differ by."""
+    """At a learning rate large enough to move half-precision weights;
+    the allowed difference is its rounding."""
     fast = [*ITS, f"{checks.ACTOR}.optim.lr=1e-2", f"{checks.MEGATRON}.use_distributed_optimizer=true"]
     offloaded = [f"{checks.MEGATRON}.optimizer_offload_fraction=1.0"]
     checks.check_steps(layout, model_path, fast, [*fast, *offloaded], rel=2e-2)

@@ -1,4 +1,5 @@
-"""What tensor-parallel ranks do together over NCCL, on two GPUs: the heads, Transformer Engine's user buffers."""
+"""Common work of tensor-parallel ranks over NCCL, on two GPUs: heads,
+Transformer Engine's user buffers."""
 
 import importlib.util
 from pathlib import Path

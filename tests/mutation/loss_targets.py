@@ -1,4 +1,4 @@
-"""The files of the loss that are mutated, how a mutant is tried quickly, and which mutants no test can tell apart."""
+"""The files of the loss to mutate, a quick trial of a mutant, and the mutants beyond all tests."""
 
 import contextlib
 import faulthandler
@@ -29,7 +29,7 @@ token_loss_module = sys.modules["megatron_dapo.kernels.token_loss"]
 
 @dataclass(frozen=True)
 class Unchanged:
-    """Stands where a mutant stands."""
+    """Stands in a mutant's place."""
 
     source: str
     name: str = "unchanged"
@@ -37,10 +37,12 @@ class Unchanged:
 
 @dataclass(frozen=True)
 class Target:
-    """survives_quick(mutant, folder for files): whether plain arithmetic, token by token, sees no difference.
+    """survives_quick(mutant, folder for files): whether token-by-token arithmetic sees no
+    difference.
 
-    tests: files of which one must fail for every mutant but the equivalent ones (name -> why nothing can differ).
-    beyond: how names begin of mutants that plain arithmetic cannot see, and that other tests must.
+    tests: files of which one must fail for every mutant but the equivalent ones (name -> why
+    nothing can differ). beyond: beginnings of names of mutants that are invisible to plain
+    arithmetic; other tests must see them.
     """
 
     module: str
@@ -54,7 +56,8 @@ class Target:
         return (ROOT / (self.module.replace(".", "/") + ".py")).read_text()
 
     def mutants(self, folder: Path) -> list[Mutant]:
-        """All of them. Raises if the unchanged source does not survive: then death would mean nothing."""
+        """All of them. Raises if the unchanged source does not survive:
+        then death would mean nothing."""
         if not self.survives_quick(Unchanged(self.original), folder):
             raise RuntimeError(f"{self.module} differs from plain arithmetic as it is")
         return mutants(self.original)
@@ -74,7 +77,7 @@ def _equals_plain_arithmetic(
 
 
 def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
-    """Puts the mutant's functions where the torch backend finds them, and compares in float64."""
+    """Puts the mutant's functions in place of the torch backend's, and compares in float64."""
 
     def survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
         mutated = types.ModuleType(module)
@@ -91,12 +94,13 @@ def torch_survives(module: str) -> Callable[[Mutant | Unchanged, Path], bool]:
 
 
 def passes(check: Callable[[types.ModuleType], None]) -> Callable[[Mutant | Unchanged, Path], bool]:
-    """Gives the mutant's module to a check, which raises where it differs from plain arithmetic."""
+    """Gives the mutant's module to a check, which raises on any difference
+    from plain arithmetic."""
 
     def survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
         name = "megatron_dapo.algorithms.mutant"
         mutated = types.ModuleType(name)
-        sys.modules[name] = mutated  # where a dataclass looks for the module that it is in
+        sys.modules[name] = mutated  # a dataclass looks here for its own module
         try:
             exec(compile(mutant.source, name, "exec"), mutated.__dict__)
             check(mutated)
@@ -133,15 +137,16 @@ def _in_place_of_the_original(mutated: types.ModuleType) -> Iterator[None]:
 
 
 def triton_survives(mutant: Mutant | Unchanged, folder: Path) -> bool:
-    """Launches the mutant in the interpreter, which must be on, in a process of its own: it may write anywhere."""
-    if isinstance(mutant, Unchanged):  # here, so that every fork has what this imports and caches
+    """Launches the mutant in the interpreter, which must be on,
+    in a process of its own: it may write anywhere."""
+    if isinstance(mutant, Unchanged):  # here, so that every fork has its imports and caches
         return _triton_survives(mutant, folder)
     return in_a_fork(lambda: _triton_survives(mutant, folder))
 
 
 def in_a_fork(function: Callable[[], bool]) -> bool:
-    """What `function` returns in a silent copy of this process; False if it ends in another way, or not within a minute
-    of processor time."""
+    """The result of `function` in a silent copy of this process; False if it ends otherwise, or not
+    within a minute of processor time."""
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
@@ -156,15 +161,15 @@ def in_a_fork(function: Callable[[], bool]) -> bool:
 
 
 class _WithoutBytecode(importlib.machinery.SourceFileLoader):
-    """Compiles a file each time: its bytecode would be taken for that of the next mutant, written to the same file in
-    the same second, if both are as long."""
+    """Compiles a file each time. Otherwise its bytecode would be taken for the next mutant's: the
+    same file in the same second, and perhaps the same length."""
 
     def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
         pass
 
 
 def spec_of(name: str, path: Path) -> importlib.machinery.ModuleSpec:
-    """What imports a file under a name."""
+    """Imports a file under a name."""
     return importlib.util.spec_from_file_location(name, path, loader=_WithoutBytecode(name, str(path)))
 
 

@@ -1,4 +1,5 @@
-"""Mutants of a source file: copies that differ in one comparison, sign, constant, branch or extremum."""
+"""Mutants of a source file: copies that differ in one comparison, sign, constant,
+branch or extremum."""
 
 import ast
 from collections import Counter
@@ -31,7 +32,8 @@ LEFT_OUT = {"detach", "abs", "clamp", "expm1", "square"}  # x.f(...) or module.f
 
 @dataclass(frozen=True)
 class Mutant:
-    """name: top-level statement, expression before and after; unique within a file, and stable when lines move.
+    """name: top-level statement, expression before and after;
+    unique in a file, stable when lines move.
 
     kind: comparison, sign, extremum, or other.
     """
@@ -91,7 +93,8 @@ def _changed(node: ast.AST, change: int) -> str:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that are executed, depth first: no annotations, no decorators, no imports, no default of a field's name."""
+    """Executed nodes, depth first: no annotations, no decorators, no imports,
+    no default of a field's name."""
     for name, value in ast.iter_fields(tree):
         if name in ("annotation", "returns", "decorator_list"):
             continue

@@ -83,7 +83,8 @@ class _InPlaceOf(importlib.abc.MetaPathFinder):
 
 
 def survives_tests(mutant: Mutant | Unchanged, target: Target, folder: Path) -> bool:
-    """Runs the target's tests in a fork of this process, with the mutant in place of the original."""
+    """Runs the target's tests in a fork of this process,
+    with the mutant in place of the original."""
     path = folder / "mutant.py"
     path.write_text(mutant.source)
     return in_a_fork(lambda: _pass(target, path))

@@ -1,7 +1,9 @@
-"""Silent numerical bugs that other projects have published, each as a change of our source that some test must notice.
+"""Published silent numerical bugs of other projects,
+each as a change of our source for a test to find.
 
-`make mutation ARGS=published` puts every bug into a copy of the tree and runs the tests that are named with it; a name
-behind it (`ARGS='published experts'`) chooses the bugs whose names have it. docs/exactness.md tells their story.
+`make mutation ARGS=published` puts every bug into a copy of the tree and runs the tests named with
+it. A word behind it (`ARGS='published experts'`) chooses the bugs with it in their names.
+docs/exactness.md tells their story.
 """
 
 import os
@@ -23,8 +25,8 @@ COPIED = ("megatron_dapo", "tests", "configs", "examples", "checkpoints_tools", 
 class PublishedBug:
     """before stands in `path` exactly once; with `after` in its place the program has the bug.
 
-    name: as docs/exactness.md gives it. test: a node of pytest that must fail. base: the case that a comparison of
-    layouts is made with; only these two cases are run.
+    name: as docs/exactness.md gives it. test: a node of pytest that must fail. base: the other case
+    of a comparison of layouts; only these two cases are run.
     """
 
     name: str
@@ -35,7 +37,7 @@ class PublishedBug:
     base: str = ""
 
     def source(self) -> str:
-        """Return the changed file. Raises ValueError where the text to change is not there once."""
+        """Return the changed file. Raises ValueError unless the text to change occurs once."""
         original = (ROOT / self.path).read_text()
         if original.count(self.before) != 1:
             raise ValueError(f"{self.name}: its text stands {original.count(self.before)} times in {self.path}")
@@ -43,7 +45,7 @@ class PublishedBug:
 
     @property
     def cases(self) -> list[str]:
-        """Return the layouts that the test needs; none where it compares none."""
+        """Return the layouts that the test needs; none if it compares none."""
         return [*re.findall(r"\[(.*)\]", self.test), self.base] if self.base else []
 
 
@@ -336,9 +338,10 @@ BUGS = (
 
 
 def run(parts: Sequence[str] = ()) -> int:
-    """Put in every bug whose name has one of the parts, and return how many no test notices.
+    """Put in every bug with one of the parts in its name, and return the number no test notices.
 
-    Raises RuntimeError where a test fails in the unchanged tree, or cannot be run: then its failure means nothing.
+    Raises RuntimeError if a test fails in the unchanged tree,
+    or cannot be run: then its failure means nothing.
     """
     bugs = [bug for bug in BUGS if not parts or any(part in bug.name for part in parts)]
     started = time.monotonic()

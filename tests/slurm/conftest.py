@@ -1,6 +1,7 @@
-"""One Slurm cluster of three nodes for the tests of this folder (one per worker), and what they ask of a job.
+"""One Slurm cluster of three nodes for this folder's tests (one per worker),
+and questions to a job.
 
-The cluster is real (see local_slurm.sh), the scripts are the users', and so are trainer and servers.
+The cluster is real (see local_slurm.sh); scripts, trainer and servers are the users' own.
 """
 
 import json
@@ -22,10 +23,12 @@ from tests.helpers import REPOSITORY
 LOCAL_SLURM = Path(__file__).with_name("local_slurm.sh")
 TAIL = 2500  # characters of each log that a failure shows
 PATIENCE_S = 900
-"""That a test waits for Slurm and for jobs: several times what they take beside other work on two cores."""
+"""For a test to wait for Slurm and jobs: several times their duration beside other work
+on two cores."""
 
 SMALL_STEPS = (
-    "data.val_files=[]",  # 200 held-out prompts before and after each run would take longer than its steps
+    # 200 held-out prompts before and after each run would take longer than its steps
+    "data.val_files=[]",
     "data.train_batch_size=8",
     "data.gen_batch_size=8",
     "actor_rollout_ref.rollout.n=4",
@@ -78,7 +81,8 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=test")
 
     def submit(self, name: str, *overrides: str, flags: tuple[str, ...] = (), **environment: str) -> "Job":
-        """`sbatch FLAGS slurm/demo.sh OVERRIDES` with a run folder of its own and a fourth of the samples per step."""
+        """`sbatch FLAGS slurm/demo.sh OVERRIDES` with a run folder of its own and a fourth of the
+        samples per step."""
         run = RunFolder(self.folder / name)
         log = self.folder / f"{name}.log"
         number = self.run(
@@ -93,7 +97,7 @@ class Job:
     def __init__(self, cluster: Cluster, number: int, run: RunFolder, log: Path) -> None:
         self._cluster, self.number, self.run_folder, self._log = cluster, number, run, log
 
-    # what Slurm says
+    # Slurm's words
 
     def fact(self, name: str) -> str:
         """A field of `scontrol show job`: JobState, ExitCode, Restarts, NodeList ..."""
@@ -101,7 +105,8 @@ class Job:
         return re.search(rf"\b{name}=(\S*)", shown)[1]
 
     def exit_code(self) -> int:
-        """Waits until the job has ended for good; its exit code, which is 128 + signal where a signal ended it."""
+        """Waits until the job has ended for good; its exit code,
+        or 128 + signal for an end by a signal."""
         self.wait(lambda: self.fact("JobState") in _ENDS, "the job ends")
         code, signal = map(int, self.fact("ExitCode").split(":"))
         return 128 + signal if signal else code
@@ -111,15 +116,15 @@ class Job:
         self._cluster.run("scancel", "--batch", f"--signal={name}", str(self.number))
 
     def shorten(self) -> None:
-        """Its time limit, so that Slurm sends the signal that the script asks for 120 s before the limit, at its
-        next look (every 30 s)."""
+        """Its time limit: Slurm then sends the script's signal 120 s before the limit, at its next
+        look (every 30 s)."""
         hours, minutes, _ = map(int, self.fact("RunTime").split(":"))
         self._cluster.run("scontrol", "update", f"jobid={self.number}", f"timelimit={60 * hours + minutes + 2}")
 
     def cancel(self) -> None:
         self._cluster.run("scancel", str(self.number))
 
-    # what it wrote
+    # its output
 
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
@@ -128,7 +133,7 @@ class Job:
         return self.log().rstrip("\n").rpartition("\n")[2]
 
     def last_lines(self) -> list[str]:
-        """Of each attempt; Slurm adds lines of its own to those that it ends."""
+        """Of each attempt; Slurm adds lines of its own to logs of jobs it ends."""
         attempts = re.split(r"^\[.*?\] job \d+, attempt \d+: .*$", self.log(), flags=re.MULTILINE)[1:]
         lines = [[line for line in part.splitlines() if not line.startswith("slurmstepd-")] for part in attempts]
         return [part[-1] for part in lines]
@@ -161,10 +166,10 @@ class Job:
         logs = [self._log, *sorted(self.run_folder.logs.rglob("*.log"))]
         return "\n".join(f"--- {log}\n{log.read_text(errors='replace')[-TAIL:]}" for log in logs if log.exists())
 
-    # what it runs
+    # its programs
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Of this job, on all nodes, whose command lines have all the words."""
+        """Processes of this job, on all nodes, with all the words in their command lines."""
         matching = []
         for process in psutil.process_iter():
             try:

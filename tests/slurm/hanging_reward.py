@@ -1,4 +1,4 @@
-"""The demo's reward, but the first response that is ever scored hangs."""
+"""The demo's reward, hanging at the first scored response."""
 
 import time
 from pathlib import Path

@@ -1,9 +1,11 @@
-"""`sbatch slurm/demo.sh`: the demo's training over nodes, each with a network of its own, and what may happen to it. Of
-each thing: exit code, the last line of the log, which names the cause, that no step and no process is left, and that
-nothing is requeued that should not be.
+"""`sbatch slurm/demo.sh`: the demo's training over nodes with networks of their own,
+and its incidents.
 
-To save starts of servers a job goes through several of these things, in the order of its class. The classes share
-nothing: `make test` has several workers run them.
+Of each incident: exit code; the last line of the log, with the cause; no step and no process left;
+no requeue without need.
+
+To save starts of servers a job goes through several of these things, in the order of its class. The
+classes share nothing: `make test` has several workers run them.
 """
 
 import json
@@ -27,14 +29,16 @@ SERVER = "actor_rollout_ref.rollout.server"
 def assert_it_trained(job, server_node: str) -> None:
     assert all(0 < line["reward/mean"] < 1 for line in job.metrics())
     assert (job.run_folder.path / "servers.txt").read_text().startswith(f"http://{server_node}:")
-    # after every push the server computes the trainer's log-probs: the bound is explained in tests/e2e/test_program.py
+    # after every push the server computes the trainer's log-probs:
+    # the bound is explained in tests/e2e/test_program.py
     assert all(line["actor/rollout_abs_diff_max"] < 5e-4 for line in job.metrics() if "actor/rollout_kl" in line)
     latest = (job.run_folder.logs / "latest").resolve()
     assert len(list(latest.glob("trainer-rank-*.log"))) == 2
 
 
 def saved_line(job, step: int, total: int) -> str:
-    """What a stopped job says, as a regular expression: it may have been sampling, and keeps those groups too."""
+    """A stopped job's words, as a regular expression: it may have been sampling,
+    and keeps those groups too."""
     folder = re.escape(str(job.run_folder.path))
     return rf"SAVED: step {step} of {total}(, and \d+ groups of the next one,)? is saved in {folder}"
 
@@ -49,7 +53,8 @@ exec "$@"
 
 
 class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
-    """Six steps with a server on the third node. After two steps comes the signal that Slurm sends before the limit."""
+    """Six steps with a server on the third node. After two steps comes Slurm's signal
+    before the limit."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -132,8 +137,8 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
 
 
 class TestNodesAreTakenAway:
-    """After one step another job takes all nodes for a moment; after the next a node is set down. The job goes on on
-    other nodes, and is cancelled there in mid-run."""
+    """After one step another job takes all nodes for a moment; after the next a node is set down.
+    The job goes on on other nodes, and is cancelled there in mid-run."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -177,8 +182,9 @@ class TestNodesAreTakenAway:
 
 
 class TestAChainOfTwoJobs:
-    """In the first one a reward worker hangs on the first response, and after two steps its time is nearly up; in the
-    second the server is killed, and then a trainer rank on the second of two nodes."""
+    """In the first one a reward worker hangs on the first response, and after two steps its time is
+    nearly up. In the second the server is killed, and then a trainer rank on the second of two
+    nodes."""
 
     @pytest.fixture(scope="class")
     @classmethod

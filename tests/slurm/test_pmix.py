@@ -1,4 +1,4 @@
-"""The trainer started by `srun --mpi=pmix`, over two nodes: the run that torchrun makes on one machine."""
+"""The trainer started by `srun --mpi=pmix`, over two nodes: torchrun's run on one machine."""
 
 import sys
 

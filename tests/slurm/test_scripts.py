@@ -1,4 +1,4 @@
-"""Every script of slurm/ as a shell reads it, as shellcheck does, and as Slurm does when it is submitted."""
+"""Every script of slurm/ as read by a shell and by shellcheck, and as submitted to Slurm."""
 
 import os
 import shutil
@@ -88,8 +88,8 @@ def test_a_wrong_setting_is_one_line(settings, sentence):
     assert done.returncode == 2 and done.stderr == f"FAILED (2): {sentence}\n" and done.stdout == ""
 
 
-# Stands for srun and for apptainer: notes the command line, then runs what follows the flags; but no task of a node.
-# As srun does, it adds a line of its own where that fails.
+# Stands for srun and for apptainer: notes the command line, then runs the words after the flags;
+# but no task of a node. As srun does, it adds a line of its own after a failure.
 STUB = """#!/bin/bash
 echo "${0##*/} $*" >>"$CALLS"
 while [[ $1 != python* ]]; do shift; done
@@ -98,7 +98,7 @@ while [[ $1 != python* ]]; do shift; done
 [[ $0 != */srun ]] || echo "srun: error: n1: task 0: Exited with exit code $code" >&2
 exit $code
 """
-CONTAINERS = {  # what comes between srun's own flags and the command
+CONTAINERS = {  # between srun's own flags and the command
     "pyxis": "--container-image=image.sqsh --container-mounts=/data:/data --container-workdir={here}",
     "apptainer": "apptainer exec --nv --bind /data:/data --pwd {here} image.sqsh",
 }
@@ -106,8 +106,8 @@ CONTAINERS = {  # what comes between srun's own flags and the command
 
 @pytest.fixture
 def stubs(tmp_path):
-    """Runs slurm/body.sh on the demo's config as a job of Slurm, whose commands are what `programs` says. Its standard
-    output is the job's log, which has both streams."""
+    """Runs slurm/body.sh on the demo's config as a job of Slurm, with `programs` as its commands.
+    Its standard output is the job's log, of both streams."""
 
     def run_job(programs: dict[str, str], *overrides: str, **environment: str) -> subprocess.CompletedProcess:
         for name, text in programs.items():
@@ -145,8 +145,8 @@ def test_a_container_s_flags_stand_between_srun_s_and_the_command_of_every_step(
     assert calls.read_text().count(flags) == 3  # the plan, the preflight, how it ended
 
 
-# Stands for srun: the preflight is well; the trainer has its script signalled, and when it finds the file `stop` it
-# leaves what a trainer leaves that was asked to save.
+# Stands for srun: the preflight is well; the trainer has its script signalled. On finding the file
+# `stop` it leaves the files of a trainer asked to save.
 SRUN_OF_A_TRAINER = """#!/bin/bash
 [[ "$*" = *=trainer* ]] || exit 0
 logs=$(dirname "${@: -1}") run=$RUN_FOLDER
@@ -167,10 +167,11 @@ exit 1
 
 @pytest.mark.parametrize("state", ["", "RUNNING", "SIGNALING", "SUSPENDED"])
 def test_a_running_job_obeys_the_signal_and_reports_its_save_after_slurm_fell_silent(state, stubs, tmp_path):
-    """state: what Slurm calls the job ("": it does not answer); at a signal that is SIGNALING for a moment."""
+    """state: Slurm's word for the job ("": no answer); at a signal it is SIGNALING for a moment."""
     failing = "#!/bin/bash\nexit 1\n"
     programs = {"srun": SRUN_OF_A_TRAINER, "scontrol": SCONTROL, "squeue": failing, "scancel": failing}
-    programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"  # it asks Slurm again every two seconds, twice five times
+    # it asks Slurm again every two seconds, twice five times
+    programs["sleep"] = "#!/bin/bash\nexec /bin/sleep 0.05\n"
     (tmp_path / "batches").mkdir()
     (tmp_path / "batches" / "step_000040.json.gz").touch()
     overrides = [f"trainer.replay={tmp_path / 'batches'}", "trainer.nnodes=2", "trainer.n_procs_per_node=1"]
@@ -200,7 +201,7 @@ def test_a_mistake_in_the_config_is_the_last_line_even_after_words_of_srun(conta
     ids=["missing", "of another lock"],
 )
 def test_a_job_makes_a_missing_venv_and_changes_none(venv, sentence, tmp_path):
-    """Other jobs may be using it. No network here: what would be made fails."""
+    """Other jobs may be using it. No network here: building anything fails."""
     for name in ("slurm/body.sh", "requirements/install.py", "requirements/cpu.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)

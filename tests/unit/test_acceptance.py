@@ -1,4 +1,5 @@
-"""The ladder of acceptance: verdicts follow from exit codes and files, and the first red rung is the last."""
+"""The ladder of acceptance: verdicts follow from exit codes and files;
+the first red rung is the last."""
 
 import json
 import signal
@@ -111,7 +112,7 @@ def test_a_rung_that_cannot_be_judged_is_red_and_its_log_has_the_traceback(error
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch) -> Path:
-    """A folder whose modules the rungs' programs can be."""
+    """A folder with modules that can be the rungs' programs."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
@@ -255,7 +256,7 @@ def test_a_server_that_outlived_its_push_is_killed_again_when_it_is_back_until_o
     lost.start(1)
     assert lost.ask() == [True, True]
     lost.join(1)
-    assert lost.ask() == [True, True]  # what it joined in its former life does not count
+    assert lost.ask() == [True, True]  # joins of its former life do not count
     lost.join(1)
     assert lost.ask() == [True, False] and lost.urls() == ["http://h:1"] * 2
     lost.tell(LEFT_OUT)
@@ -263,7 +264,7 @@ def test_a_server_that_outlived_its_push_is_killed_again_when_it_is_back_until_o
     assert lost.ask() == [True, False] and lost.kills.in_push == lost.kills.killed[1] and not lost.kills.missed()
     lost.start(1)
     lost.join(2)
-    assert lost.ask() == [True, True]  # it is left alone now
+    assert lost.ask() == [True, True]  # from here on it is left in peace
     lost.step(2)
     assert lost.ask() == [False, True] and lost.urls()[2:] == ["http://h:0"]
 
@@ -296,7 +297,8 @@ def test_the_sizes_fit_the_gpus():
 
 
 class RecordingAttempt:
-    """Stands for an Attempt: remembers the arguments of each program, and writes what the programs would."""
+    """Stands for an Attempt: remembers the arguments of each program,
+    and writes the programs' files."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
@@ -373,7 +375,8 @@ def test_a_measured_step_has_64_prompts_or_the_whole_mini_batches_nearest_to_tha
 
 
 def test_the_command_of_the_documentation_measures_a_recipe_that_has_server_nodes(monkeypatch, tmp_path):
-    """As docs/acceptance.md has it, but with a model that is here, which is cut for fewer ranks and shorter texts."""
+    """As docs/acceptance.md has it, but with a model from here,
+    cut for fewer ranks and shorter texts."""
     words = (REPOSITORY / "docs" / "acceptance.md").read_text().partition("--config ")[2].partition("\n")[0].split()
     assert words[0] == "configs/dapo_7b.yaml" and words[1].startswith("actor_rollout_ref.model.path=")
     (rung,) = [rung for rung in LADDER if rung.name == "throughput"]

@@ -1,4 +1,4 @@
-"""What the files of the ladder's programs say: each verdict has what makes it red."""
+"""Verdicts from the files of the ladder's programs: each has its red cases."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""How many prompts may be drawn: the two rules, and what waves cost."""
+"""The number of prompts that may be drawn: the two rules, and the cost of waves."""
 
 import random
 
@@ -48,13 +48,16 @@ def test_prompts_are_drawn_for_the_steps_that_may_train_on_them(words, expected)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (dict(size=64, num_ready=0, gen_batch_size=192, acceptance=64 / 192), 192),  # one gen batch at first
+        # one gen batch at first
+        (dict(size=64, num_ready=0, gen_batch_size=192, acceptance=64 / 192), 192),
         (dict(size=64, num_ready=0, gen_batch_size=192, acceptance=1.0), 64),
         (dict(size=64, num_ready=0, gen_batch_size=192, acceptance=0.0), 192),
         (dict(size=64, num_ready=64, gen_batch_size=192, acceptance=0.5), 0),
-        # 145 x 0.5 = 72.5 less 1.5 x sqrt(145 x 0.25) = 9.03 is 63.47, less than 64; 147 give 64.4 and 146 give 63.94
+        # 145 x 0.5 = 72.5 less 1.5 x sqrt(145 x 0.25) = 9.03 is 63.47, less than 64; 147 give 64.4
+        # and 146 give 63.94
         (dict(size=64, num_ready=0, gen_batch_size=192, acceptance=0.5), 147),
-        (dict(size=64, num_ready=63, gen_batch_size=192, acceptance=0.5), 6),  # 5 give 0.82, 6 give 1.16
+        # 5 give 0.82, 6 give 1.16
+        (dict(size=64, num_ready=63, gen_batch_size=192, acceptance=0.5), 6),
     ],
 )
 def test_a_wave_is_as_large_as_the_missing_groups_ask_for(words, expected):
@@ -90,7 +93,8 @@ def run_of_waves(size, gen_batch_size, acceptance, seed, num_steps=15):
 @pytest.mark.parametrize("acceptance", [0.3, 0.45, 0.6, 0.8])
 @pytest.mark.usefixtures("without_statistics")
 def test_waves_discard_little_and_one_is_mostly_enough(size, gen_batch_size, acceptance):
-    """The bound of 15 % is the promise; where a wave may be as large as it has to be, few steps need a second one."""
+    """The bound of 15 % is the promise; with waves as large as needed,
+    few steps need a second one."""
     seeds = range(2 if size == 512 else 5)
     runs = [run_of_waves(size, gen_batch_size, acceptance, seed) for seed in seeds]
     assert max(discarded / generated for discarded, generated, _ in runs) < 0.15

@@ -1,4 +1,4 @@
-"""A step that fails on one rank fails on all, in words that say where; over real groups: tests/distributed."""
+"""A failing step fails on all ranks, and names the place; with real groups: tests/distributed."""
 
 import pytest
 
@@ -14,7 +14,7 @@ MISTAKE = _Outcome(error=UserError("mistake", "Traceback"))
 
 
 def three(first: _Outcome, last: _Outcome) -> Agreement:
-    """The middle one of three ranks; what came of the others' parts is given."""
+    """The middle one of three ranks; the outcome of the others' parts is given."""
 
     class Middle(SingleRank):
         def gather(self, value: object) -> list:

@@ -1,4 +1,4 @@
-"""Promises of generalized advantage estimation and of whitening, against formulas written from their papers."""
+"""Generalized advantage estimation and whitening, against formulas written from their papers."""
 
 import pkgutil
 
@@ -23,7 +23,7 @@ def float64(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# ------------------------------------------------------------------------------------------------ the formula
+# -------------------------------------------------------------------------------------- the formula
 
 
 @st.composite
@@ -54,7 +54,8 @@ def test_the_advantages_are_those_of_the_definition_for_any_mask_and_any_episode
 
 
 def seed_of_language_models(rewards, values, mask, gamma, lam):
-    """The loop of the seed on PPO for language models, which carries both state variables over masked positions."""
+    """The loop of the seed on PPO for language models:
+    it carries both state variables over masked positions."""
     next_value, running, reversed_ = 0.0, 0.0, []
     for t in reversed(range(rewards.shape[-1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
@@ -142,14 +143,14 @@ def test_the_results_have_the_dtype_of_the_values(dtype):
     assert {result.dtype for result in results} == {dtype}
 
 
-# ------------------------------------------------------------------------------------------------ packed responses
+# --------------------------------------------------------------------------------- packed responses
 
 
 @given(st.integers(0, 2**31), st.lists(st.integers(0, 6), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=60)
 def test_responses_in_one_row_do_not_see_each_other(seed, lengths):
-    """Packed: each response with a prompt before it and a last token that predicts nothing; some without any token that
-    counts."""
+    """Packed: each response with a prompt before it and a last token that predicts nothing; some
+    without any counted token."""
     rng = np.random.default_rng(seed)
     rows = []
     for length in lengths:
@@ -179,7 +180,7 @@ def test_reinforce_plus_plus_discounts_what_is_still_to_come():
     assert advantages.tolist() == [[2.0, 0.0, 2.0]]
 
 
-# ------------------------------------------------------------------------------------------------ whitening
+# ---------------------------------------------------------------------------------------- whitening
 
 
 @given(
@@ -197,7 +198,7 @@ def test_whitening_is_by_the_counted_values_of_all_pieces_together(pairs, offset
     mean = kept.mean() if len(kept) else 0.0
     variance = kept.var(ddof=1) if len(kept) > 1 else 0.0
     if 0.0 < variance < 1e-3:
-        return  # the one rounding of sums of squares of up to 1e6: 1e-10, small against this alone
+        return  # the one rounding of sums of squares of up to 1e6: 1e-10, small even by itself
     expected = (values.numpy() - mean) / np.sqrt(variance + 1e-8)
     np.testing.assert_allclose(ours[mask], expected[mask], rtol=1e-6, atol=1e-6)
 
@@ -223,4 +224,4 @@ def test_moments_see_neither_nan_nor_values_that_do_not_count():
     counted = torch.tensor([1, 0, 1, 0])
     assert moments(values, counted).tolist() == [2.0, 4.0, 10.0]
     assert moments(values, torch.zeros(4)).tolist() == [0.0, 0.0, 0.0]
-    assert torch.isnan(moments(values, torch.ones(4))[1])  # one that counts is not hidden
+    assert torch.isnan(moments(values, torch.ones(4))[1])  # a counted one is not hidden

@@ -22,7 +22,7 @@ MAX_RESPONSE = 9
 FULL = LossConfig(clip=Clip(0.2, 0.28, 3.0), use_kl_loss=True, kl_loss_coef=0.3, entropy_coef=0.2, report_entropy=True)
 
 
-# ---------------------------------------------------------------------------------- oracles, [B, S] and float64
+# ---------------------------------------------------------------------- oracles, [B, S] and float64
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -52,7 +52,8 @@ def aggregate(losses, mask, mode):
 
 
 def random_case(seed: int, b: int = 5, s: int = 8, dtype=torch.float64):
-    """Every sequence has a counted token; log-ratios and advantages wide enough for every branch."""
+    """Every sequence has a counted token; log-ratios and advantages wide enough
+    for every branch."""
     rng = torch.Generator().manual_seed(seed)
     rand = lambda: torch.randn(b, s, generator=rng, dtype=torch.float64)  # noqa: E731
     mask = (torch.rand(b, s, generator=rng) < 0.6).double()
@@ -116,7 +117,8 @@ def test_the_whole_loss_is_policy_plus_kl_minus_entropy(mode):
     assert shown["actor/entropy"] == pytest.approx(float(masked_mean(case["entropy"], case["mask"])))
 
 
-# advantage, ratio, dual -> loss, d loss / d log_prob, clipfrac, clipfrac_lower, dual_clipfrac; low 0.2, high 0.28
+# advantage, ratio, dual -> loss, d loss / d log_prob, clipfrac, clipfrac_lower, dual_clipfrac; low
+# 0.2, high 0.28
 BRANCHES = {
     "up, inside": (1.0, 1.1, 3.0, -1.1, -1.1, 0, 0, 0),
     "up, between 1 + low and 1 + high": (1.0, 1.25, 3.0, -1.25, -1.25, 0, 0, 0),
@@ -170,7 +172,8 @@ def test_metrics_count_tokens_and_not_their_weights():
 
 
 def token_by_definition(log_ratio: float, advantage: float, low: float, high: float, dual: float | None):
-    """(loss, its derivative by the log-prob) of one token, case by case: DAPO eq. 8, arXiv 1912.09729 for the dual."""
+    """(loss, its derivative by the log-prob) of one token, case by case: DAPO eq. 8, arXiv
+    1912.09729 for the dual."""
     ratio = math.exp(max(-20.0, min(20.0, log_ratio)))
     slope = 0.0 if abs(log_ratio) > 20.0 else -advantage * ratio
     if advantage >= 0:
@@ -203,7 +206,7 @@ def test_every_token_has_the_loss_of_its_case_for_any_mask_sign_and_ratio(tokens
 
 @pytest.mark.parametrize("log_ratio, clamped", [(30.0, 20.0), (-30.0, -20.0)])
 def test_the_log_ratio_is_clamped_and_has_no_gradient_beyond(log_ratio, clamped):
-    # The sign of the advantage is the one that is not clipped.
+    # Only the other sign of the advantage is clipped.
     advantage = -1.0 if log_ratio > 0 else 1.0
     new = torch.tensor([log_ratio], dtype=torch.float64, requires_grad=True)
     zero, one = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
@@ -225,7 +228,7 @@ def test_gradients_equal_finite_differences():
 
 
 def test_the_gradient_is_that_of_the_log_probs_alone():
-    """Old log-probs and importance weights are numbers, whatever made them."""
+    """Old log-probs and importance weights are numbers, from any source."""
     case = random_case(6)
     old = case["old"].clone().requires_grad_()
     importance = torch.full_like(old, 0.5).requires_grad_()

@@ -26,12 +26,12 @@ def float64(values) -> torch.Tensor:
 
 
 def group_of(rewards, **others) -> GroupRewards:
-    """A group of which an estimator may read the rewards, and what else is given."""
+    """A group with the rewards that an estimator may read, and its other inputs."""
     nothing = torch.full((len(rewards),), torch.nan)
     return GroupRewards(float64(rewards), nothing, nothing, nothing, **others)
 
 
-# ------------------------------------------------------------------------------------------------ advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 @given(REWARDS)
@@ -95,7 +95,7 @@ def test_of_equal_rewards_nobody_is_better(reward):
     assert remax(equal).tolist() == [0.0] * 7
 
 
-# ------------------------------------------------------------------------------------------------ shaping
+# ------------------------------------------------------------------------------------------ shaping
 
 
 def shaped(raw, num_tokens, is_truncated, max_response_length=20, **keys):
@@ -113,7 +113,8 @@ def test_the_soft_punishment_is_linear_in_the_buffer_and_constant_beyond(num_tok
 
 @given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 20), st.floats(0.0, 5.0), st.floats(-3.0, 3.0))
 def test_the_soft_punishment_is_the_documents_formula_and_ends_at_the_factor(num_tokens, expected, buffer, factor, raw):
-    """min(-(length - expected) / buffer * factor, 0), as written down; beyond the buffer it stays (eq. 13)."""
+    """min(-(length - expected) / buffer * factor, 0), as written down;
+    beyond the buffer it stays (eq. 13)."""
     penalty = min(-(num_tokens - expected) / buffer * factor, 0.0)
     penalty = -factor if num_tokens > expected + buffer else penalty
     reward = shaped(raw, num_tokens, False, expected + buffer, buffer_len=buffer, penalty_factor=factor)
@@ -167,7 +168,7 @@ def test_without_shaping_the_reward_stays():
     assert unshaped(1.0, 10**6, True) == 1.0
 
 
-# ------------------------------------------------------------------------------------------------ filters
+# ------------------------------------------------------------------------------------------ filters
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_a_metric_is_a_field_of_a_sample():
     assert set(FILTER_METRICS.values()) <= set(Sample.__dataclass_fields__)
 
 
-# ------------------------------------------------------------------------------------------------ KL
+# ----------------------------------------------------------------------------------------------- KL
 
 
 LOGIT = st.floats(-0.5, 0.5)  # log-ratios within +-2: far from the bounds of low_var_kl
@@ -211,7 +212,8 @@ DISTRIBUTIONS = st.lists(st.tuples(LOGIT, LOGIT), min_size=2, max_size=8)
 @given(DISTRIBUTIONS)
 @settings(deadline=None, max_examples=50)
 def test_over_the_tokens_that_the_actor_draws_the_estimators_are_the_kl_or_have_its_gradient(logits):
-    """Expectations over a small vocabulary: k1 and k3 are KL(actor, reference); the gradient of k2 is the KL's."""
+    """Expectations over a small vocabulary: k1 and k3 are KL(actor, reference); the gradient of k2
+    is the KL's."""
     scores, ref_scores = (float64(column) for column in zip(*logits, strict=True))
     scores.requires_grad_()
     actor, reference = scores.log_softmax(0), ref_scores.log_softmax(0)
@@ -267,7 +269,8 @@ def test_a_fixed_coefficient_stays():
 
 @pytest.mark.parametrize("current, factor", [(0.011, 1.05), (0.009, 0.95), (5.0, 1.1), (0.0, 0.9), (0.01, 1.0)])
 def test_an_adaptive_coefficient_follows_the_clipped_error(current, factor):
-    controller = KL_CONTROLLERS["adaptive"](0.02, 0.01, 100)  # 50 samples of horizon 100: half of the error
+    # 50 samples of horizon 100: half of the error
+    controller = KL_CONTROLLERS["adaptive"](0.02, 0.01, 100)
     controller.update(current, 50)
     assert controller.value == pytest.approx(0.02 * factor)
 

@@ -1,4 +1,4 @@
-r"""Answer checking by `math_verify` and `math_dapo`: pairs, and what must hold for all numbers and tuples."""
+r"""Answer checking by `math_verify` and `math_dapo`: pairs, and laws for all numbers and tuples."""
 
 from fractions import Fraction
 

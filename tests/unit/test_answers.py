@@ -1,4 +1,5 @@
-"""avg@n, pass@k, maj@n and their intervals, against implementations that share nothing with ours."""
+"""avg@n, pass@k, maj@n and their intervals, against implementations that share nothing with
+ours."""
 
 import statistics
 from fractions import Fraction
@@ -79,9 +80,9 @@ def test_ties_count_by_halves_and_no_answer_is_no_vote():
 @SMALL
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), min_size=2, max_size=4))
 def test_intervals_are_those_of_all_resamples_that_there_are(rows):
-    """Of up to four prompts all resamples can be written down. A bound of 10 000 random ones lies between the exact
-    quantiles a little below and above: the share of resamples below a value has the deviation sqrt(0.025 * 0.975 / 1e4)
-    = 0.0016, so five of them miss once in a million."""
+    """With up to four prompts all resamples can be written down. A bound of 10 000 random ones lies
+    between the exact quantiles a little below and above. The share of resamples below a value has
+    the deviation sqrt(0.025 * 0.975 / 1e4) = 0.0016. So five of them miss once in a million."""
     got = estimates([{"a": float(a), "b": float(b)} for a, b in rows])
     for column, name in enumerate("ab"):
         values = [row[column] for row in rows]
@@ -96,7 +97,8 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says():
     """95 % of intervals; percentiles of 60 prompts cover a little less. Of 200: deviation 1.7 %."""
     generator = np.random.default_rng(5)
     tables = generator.random((200, 60, 4)) < 0.3
-    rows = [dict(enumerate(of_prompt.tolist())) for of_prompt in tables.mean(axis=2).T]  # each table is a column
+    # each table is a column
+    rows = [dict(enumerate(of_prompt.tolist())) for of_prompt in tables.mean(axis=2).T]
     hits = sum(estimate.low <= 0.3 <= estimate.high for estimate in estimates(rows).values())
     assert 0.87 <= hits / 200 <= 0.99
 

@@ -1,5 +1,7 @@
-"""Deterministic inference on the CPU: no row of a result depends on the batch, and tokens are drawn by the hash that
-SGLang's GPU kernel has."""
+"""Deterministic inference on the CPU: no row of a result depends on the batch.
+
+Tokens are drawn by the hash of SGLang's GPU kernel.
+"""
 
 import random
 import struct

@@ -49,7 +49,8 @@ def test_a_sample_is_aligned_to_the_position_that_predicts():
     group = make_group("a", [1.0], prompt=(1, 2, 3), loss_mask=(1, 0, 1))
     (sample,) = assemble([group])
     assert sample.tokens.tolist() == [1, 2, 3, 10, 11, 12]
-    assert sample.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]  # token 3 predicts 10, token 11 predicts 12
+    # token 3 predicts 10, token 11 predicts 12
+    assert sample.loss_mask.tolist() == [0, 0, 1, 0, 1, 0]
     np.testing.assert_allclose(sample.rollout_log_probs, [0, 0, -0.1, -0.2, -0.3, 0], rtol=1e-6)
     assert sample.weight_versions.tolist() == [0, 0, 4, 4, 3, 0]
     assert sample.length == 6 and sample.uid == "a"
@@ -143,7 +144,7 @@ def test_a_sample_without_prompt_or_with_ragged_columns_is_an_assertion():
         assemble([make_group("a", [1.0], loss_mask=(1,))])
 
 
-# ------------------------------------------------------------------------------------------------ mini-batches
+# ------------------------------------------------------------------------------------- mini-batches
 
 
 def groups_of(num_groups: int) -> list[Group]:
@@ -179,7 +180,7 @@ def test_mini_batch_membership_does_not_depend_on_the_layout():
             assert sorted(s.sample_id for rank in plan for bin_ in rank for s in bin_) == expected
 
 
-# ------------------------------------------------------------------------------------------------ shards
+# ------------------------------------------------------------------------------------------- shards
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(1, 6), st.sampled_from([0.0, 0.01, 1.0]))

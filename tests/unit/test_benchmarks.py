@@ -1,5 +1,7 @@
-"""The benchmarks run and tell the truth: the counter of memory on cases counted by hand, the report's form, and what
-they are for: the training head needs a sixth of the memory of a plain one."""
+"""The benchmarks run and tell the truth: memory counted by hand, the report's form, their purpose.
+
+The purpose: the training head needs a sixth of the memory of a plain one.
+"""
 
 import json
 import math
@@ -71,7 +73,8 @@ def test_peak_is_the_same_number_each_time():
     assert len({peak_bytes(work) for _ in range(3)}) == 1
 
 
-COLUMNS = 8192  # every term grows with them alike; at the documents' 32768 this would take four times as long
+# every term grows with them alike; at the documents' 32768 this would take four times as long
+COLUMNS = 8192
 
 
 def peak_of_training(name: str, num_tokens: int) -> int:
@@ -84,7 +87,8 @@ def peak_of_training(name: str, num_tokens: int) -> int:
 
 
 def test_training_head_needs_at_most_a_sixth_of_the_memory_of_log_softmax_and_entropy():
-    """At 8192 tokens. The plain head holds five [T, V] tensors of float32, measured for fewer tokens and drawn out."""
+    """At 8192 tokens. The plain head holds five [T, V] tensors of float32, measured for fewer
+    tokens and drawn out."""
     few, more, between = (peak_of_training("naive", num_tokens) for num_tokens in (64, 320, 192))
     assert between == (few + more) / 2, "its memory is a line over the number of tokens"
     plain = few + (more - few) * (8192 - 64) // (320 - 64)
@@ -93,7 +97,8 @@ def test_training_head_needs_at_most_a_sixth_of_the_memory_of_log_softmax_and_en
 
 
 def test_memory_table_of_the_docs_is_that_of_the_shapes():
-    """float32 copies are 4 bytes per logit, plain ones are five; a chunk of the fused head has 4 + 2."""
+    """float32 copies are 4 bytes per logit, plain ones are five;
+    a chunk of the fused head has 4 + 2."""
     lines = (REPOSITORY / "docs/kernels.md").read_text().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 7}
@@ -108,7 +113,8 @@ def test_memory_table_of_the_docs_is_that_of_the_shapes():
 
 
 def test_committed_results_keep_the_promise_and_are_those_of_the_docs():
-    """At 8192 tokens and 32768 columns, in one run on a CPU: memory, and time over plain products and plain head."""
+    """At 8192 tokens and 32768 columns, in one run on a CPU: memory, and time over plain products
+    and plain head."""
     report = json.loads((REPOSITORY / "benchmarks/results/head_cpu.json").read_text())
     check_report(report, "head")
     (result,) = [r for r in report["results"] if r["shape"]["num_tokens"] == 8192 and r["shape"]["vocab_size"] == 32768]
@@ -129,7 +135,8 @@ def test_committed_results_keep_the_promise_and_are_those_of_the_docs():
 )
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_heads_that_are_compared_compute_the_same(provider, with_entropy):
-    """So that a ratio of times compares equal work: float32 against float64, over sums of H and V terms."""
+    """So that a ratio of times compares equal work: float32 against float64,
+    over sums of H and V terms."""
     case = make_case(replace(SHAPES["quick"], vocab_size=1003), CPU, torch.float32, with_entropy=with_entropy)
     answer = bench_head.one_pass(provider, provider.make(), case)
     differences = errors(case, answer, exact(case))
@@ -198,7 +205,7 @@ def test_a_package_that_is_missing_is_left_out_with_the_reason():
 
 
 def test_ratios_are_taken_within_a_round():
-    """A machine that is three times slower in one round changes no ratio."""
+    """A machine three times slower in one round changes no ratio."""
     speeds = iter([1.0, 1.0, 3.0, 3.0, 1.0, 1.0])
     samplers = {"yard": lambda: {"G1": next(speeds)}, "ours": lambda: {"total": 2 * next(speeds)}}
     samples = in_turns(samplers, rounds=3, warm_up=0)

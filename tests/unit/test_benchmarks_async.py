@@ -1,4 +1,5 @@
-"""The benchmark of asynchronous rollouts: its committed figures keep the promises, and its stand-ins do as they say."""
+"""The benchmark of asynchronous rollouts: its committed figures hold,
+its stand-ins do as they say."""
 
 import asyncio
 import json
@@ -141,7 +142,8 @@ def test_a_run_would_accept_every_split_of_the_table(number):
 
 
 def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
-    """The halves of what was measured differ by less than what is shown, a whole optimizer step."""
+    """The halves of the measurement differ by less than the shown precision,
+    a whole optimizer step."""
     for result in committed("async_recipe")["results"]:
         first, second = result["mean_age_of_halves"]
         assert abs(first - second) < 0.5, result
@@ -149,7 +151,8 @@ def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
 
 
 def test_the_simulated_servers_take_what_the_recipe_lets_them_take_and_their_caches_hold(tmp_path):
-    """A running response is half written on the average, where long ones run for longer: E[L^2] / 2 E[L] tokens."""
+    """A running response is half written on the average,
+    and long ones run for longer: E[L^2] / 2 E[L] tokens."""
     assert committed("async_recipe")["slots_per_server"] == simulate_async_recipe.ROLLOUT.max_concurrency == 128
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_32B))
     cache = server_memory(simulate_async_recipe.CONFIG, read_model_spec(str(tmp_path)))

@@ -1,4 +1,5 @@
-"""What the benchmarks of checkpoints are for, held over the committed numbers; and how they come to them."""
+"""The purpose of the benchmarks of checkpoints, held over committed numbers,
+and their arithmetic."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""One controller feeds the trainer from 32 servers: held over the committed numbers; and what its stand-ins answer."""
+"""One controller feeds the trainer from 32 servers, by the committed numbers;
+its stand-ins' answers."""
 
 import json
 

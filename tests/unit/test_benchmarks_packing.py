@@ -1,4 +1,5 @@
-"""The benchmark of the schedule: its committed figures keep the promises, and are those of the docs."""
+"""The benchmark of the schedule: its committed figures keep the promises,
+and are those of the docs."""
 
 import json
 import math
@@ -33,7 +34,8 @@ def test_a_large_mini_batch_is_scheduled_in_less_than_a_second():
 
 
 def test_micro_batches_are_nearly_as_full_as_they_can_be_and_the_work_is_even():
-    """At most one micro-batch per rank more than the fewest possible, or two in a thousand of many."""
+    """At most one micro-batch per rank more than the fewest possible,
+    or two in a thousand of many."""
     report = committed()
     fills = report["fills"]
     assert [bench_packing.Case(f["num_samples"], f["dp_size"]) for f in fills] == bench_packing.FILLED

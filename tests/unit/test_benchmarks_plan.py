@@ -1,4 +1,4 @@
-"""The server's own work in the plan of a CPU is what a server was measured to take, and how that is read."""
+"""The server's own work in the plan of a CPU: a server's measured time, and its reading."""
 
 import json
 

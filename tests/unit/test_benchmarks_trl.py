@@ -1,4 +1,4 @@
-"""The benchmark beside TRL counts CPU time of whole process trees, between the right steps, and tells parts apart."""
+"""The benchmark beside TRL: CPU time of whole process trees, between the right steps, by part."""
 
 import subprocess
 import sys
@@ -49,7 +49,8 @@ subprocess.run(child)
 
 
 def test_the_cpu_time_of_a_child_counts_though_it_has_ended(tmp_path):
-    """The command uses at least 0.2 s and its child 0.4 s: no more than they took, and each where it belongs."""
+    """The command uses at least 0.2 s and its child 0.4 s: no more than they took,
+    each in its place."""
     file = tmp_path / "steps"
 
     def part_of(command, parent):
@@ -77,7 +78,8 @@ def test_a_command_that_fails_is_an_error():
 
 
 def test_a_process_is_named_by_its_own_command_line_and_by_its_parents():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:  # it has no children
+    # it has no children
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         tree = ProcessTree(psutil.Process(process.pid), lambda command, parent: "top" if parent is None else "below")
         assert set(tree.cpu_s()) == {"top"}
 

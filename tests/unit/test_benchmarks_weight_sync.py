@@ -1,4 +1,5 @@
-"""What the benchmark of the weight sync is for, held over the committed numbers; and how it comes to them."""
+"""The purpose of the weight-sync benchmark, held over the committed numbers,
+and their arithmetic."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Bins found by a heap are those of the plain definitions, which look at every bin for every sample."""
+"""Bins found by a heap are those of the plain definitions,
+with a look at every bin for every sample."""
 
 import math
 import sys
@@ -37,7 +38,8 @@ def rectangle(lengths: list[int], pad_multiple: int) -> int:
 
 
 def total_cost(samples: list[TrainSample], cost: CostModel) -> float:
-    """Return the costs added one after the other, which rounds as the program does in every version of Python."""
+    """Return the costs added one after the other, with the program's rounding
+    in every version of Python."""
     total = 0.0
     for sample in samples:
         total += cost(sample.length)
@@ -58,20 +60,23 @@ def plain_rectangles(samples: list[TrainSample], max_tokens: int, pad_multiple: 
 
 
 def plain_balanced(samples: list[TrainSample], num_bins: int, capacity: int, cost: CostModel) -> Bins | None:
-    """Return bins: the longest sample first, each in the cheapest bin with room; None where one has room in no bin."""
+    """Return bins: the longest sample first, each in the cheapest bin with room; None if no bin has
+    room for one."""
     result: Bins = [[] for _ in range(num_bins)]
     for sample in longest_first(samples):
         with_room = [bin_ for bin_ in result if sum(lengths_of(bin_)) + sample.length <= capacity]
         if not with_room:
             return None
-        min(with_room, key=lambda bin_: total_cost(bin_, cost)).append(sample)  # of equal ones the first
+        # of equal ones the first
+        min(with_room, key=lambda bin_: total_cost(bin_, cost)).append(sample)
     return result
 
 
 def plain_halved(whole: Bins, num_bins: int, cost: CostModel) -> Bins:
-    """Return bins: again and again the costliest, of equal ones the first, gives way to two at the end of the list.
+    """Return bins: again and again the costliest (the first of equals) gives way to two
+    at the list's end.
 
-    Its first samples, one at least, go to the first of the two, as long as that has at most half of the cost.
+    Its first samples, one at least, go to the first of the two, up to half of the cost.
     """
     result = list(whole)
     while len(result) < num_bins:
@@ -88,7 +93,8 @@ def plain_halved(whole: Bins, num_bins: int, cost: CostModel) -> Bins:
 
 
 def plain_shards(samples: list[TrainSample], dp_size: int, cost: CostModel) -> Bins:
-    """Return shards: the longest sample first, each to the rank with the least cost, of equal ones the first."""
+    """Return shards: the longest sample first, each to the rank with the least cost,
+    of equal ones the first."""
     result: Bins = [[] for _ in range(dp_size)]
     for sample in longest_first(samples):
         min(result, key=lambda shard: total_cost(shard, cost)).append(sample)
@@ -115,7 +121,8 @@ def test_every_sample_is_in_the_first_rectangle_with_room(lengths, max_tokens, p
 @MANY
 @given(LENGTHS, CAPS, st.integers(0, 3), COSTS)
 def test_every_sample_is_in_the_cheapest_bin_with_room(lengths, capacity, more, cost):
-    """In as many bins as the samples need, or a few more: with few of them it does not always work out."""
+    """In the number of bins that the samples need, or a few more: with few of them it does not
+    always work out."""
     samples = make_samples(lengths)
     num_bins = len(tight(samples, capacity)) + more
     result = balanced(samples, num_bins, capacity, cost)
@@ -196,7 +203,8 @@ def rows(samples: list[TrainSample]) -> None:
 
 
 def even_bins(samples: list[TrainSample]) -> None:
-    """Fill bins of 10 with 7 + 3 and 5 + 4 + 1: by squares 5 + 4 is set aside for every 3 and comes back for the 1."""
+    """Fill bins of 10 with 7 + 3 and 5 + 4 + 1. By squares 5 + 4 is set aside for every 3 and comes
+    back for the 1."""
     same_number = make_samples([(7, 5, 4, 3, 1)[i % 5] for i in range(len(samples))])
     assert balanced(same_number, 2 * math.ceil(len(samples) / 5), 10, CostModel(0.0, 1.0)) is not None
 
@@ -211,7 +219,8 @@ def shards(samples: list[TrainSample]) -> None:
 
 @pytest.mark.parametrize("work", [packed_bins, rows, even_bins, halves_down_to_single_samples, shards])
 def test_the_work_grows_as_n_log_n(work):
-    """Four times the samples need at most four times the steps, each deeper by the logarithm; quadratic is sixteen."""
+    """Four times the samples need at most four times the steps, each deeper by the logarithm;
+    quadratic is sixteen."""
     few, many = 128, 512
     samples = make_samples([1 + 7 * i % LONGEST for i in range(many)])
     growth = many / few * math.log(many) / math.log(few)

@@ -1,4 +1,4 @@
-"""What others wrote is read within bounds: no pipe is waited for, no size and no depth is taken on trust."""
+"""Files of others are read within bounds: no pipe is waited for, no size or depth is trusted."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""With pause_mode in_place servers keep their caches over a push: salts decide what is read from them."""
+"""With pause_mode in_place servers keep their caches over a push:
+salts decide the reuse of prefixes."""
 
 import asyncio
 
@@ -20,7 +21,8 @@ NO_RETRIES = RolloutConfig(request_timeout_s=30.0, max_retries=0)
 
 @pytest.mark.parametrize("keeps_caches", [True, False])
 def test_a_salt_keeps_new_requests_from_prefixes_that_older_weights_read(keeps_caches):
-    """A push in place does not flush. A trajectory keeps the salt that it began with, and so what was read of it."""
+    """A push in place does not flush. A trajectory keeps its first salt,
+    and so its cached prefix."""
 
     async def scenario():
         server = WritingServer(lambda: 10)
@@ -51,7 +53,8 @@ def test_a_response_that_begins_between_a_push_and_expect_is_labelled_right_and_
             await sample(sampler, draw(0, version=1))
             await server.push(2)
             between = await sample(sampler, draw(0, version=1))
-            unread = await sample(sampler, draw(1, version=1))  # cached as the new weights read it, under the old salt
+            # cached as the new weights read it, under the old salt
+            unread = await sample(sampler, draw(1, version=1))
             assert server.num_old_prefixes == 2
             check_labels([between, unread])
             assert versions(between) == versions(unread) == [{2}] * 2
@@ -64,7 +67,8 @@ def test_a_response_that_begins_between_a_push_and_expect_is_labelled_right_and_
 
 
 def test_a_run_reads_no_prefix_that_another_run_left_at_the_same_version():
-    """As after a resume from an earlier checkpoint, with servers that outlived the run before and its later weights."""
+    """As after a resume from an earlier checkpoint, with servers that outlived the run before and
+    its later weights."""
 
     async def scenario():
         server = WritingServer(lambda: 10)

@@ -31,11 +31,13 @@ def test_the_recipe_is_free_of_mistakes_with_its_model_and_files(config):
 
 def test_the_base_model_calls_the_tool_now_and_then():
     manifest = json.loads((pretrain.BASE / MANIFEST).read_text())
-    assert 0.1 < manifest["held_out"]["right_calls_sampled"] < 0.4  # partial success: what training starts from
+    # partial success: the start of training
+    assert 0.1 < manifest["held_out"]["right_calls_sampled"] < 0.4
 
 
 def test_demonstrations_show_what_the_environment_of_the_recipe_answers(config):
-    """Each tool result in a demonstration is the environment's own answer; only the computed kind is right."""
+    """Each tool result in a demonstration is the environment's own answer;
+    only the computed kind is right."""
     keys, draw = config.actor_rollout_ref.rollout.multi_turn, random.Random(0)
     environment = make(keys.environment, keys.environment_kwargs)
     verdicts = {}

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: damage of every kind is found and named, folders appear whole, old ones go."""
+"""The files of a checkpoint: every damage is found and named, folders appear whole, old ones go."""
 
 import json
 import shutil
@@ -87,7 +87,8 @@ def test_any_single_damage_is_named_with_its_file(pristine, tmp_path_factory, da
         flipped[position] ^= 1 << bit
         (folder / name).write_bytes(flipped)
     damage = verify(folder).damage
-    harmless = name == MANIFEST and _same_json(folder / name, content)  # a line end or blank more or less
+    # a line end or blank more or less
+    harmless = name == MANIFEST and _same_json(folder / name, content)
     assert harmless or (len(damage) == 1 and damage[0].startswith(name)), (kind, name, damage)
 
 
@@ -135,7 +136,7 @@ def test_a_folder_without_manifest_is_refused_by_name(tmp_path):
         read_manifest(tmp_path / "nowhere")
 
 
-# ---------------------------------------------------------------------------------------------------- folders
+# ------------------------------------------------------------------------------------------ folders
 
 
 def made(root, *steps):
@@ -198,7 +199,8 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path_factory, steps, keep_las
 
 
 def test_damaged_ones_that_a_resume_skipped_count_for_nothing(tmp_path):
-    """Resumed after 2, since 7 and 9 are damaged; the checkpoint of step 3 is the only one that is whole beside 2."""
+    """Resumed after 2, since 7 and 9 are damaged; beside 2 only the checkpoint
+    of step 3 is whole."""
     made(tmp_path, 1, 2, 3, 7, 9)
     assert retire(tmp_path / "step_000003", keep_last=2, keep_every=None) == [tmp_path / "step_000001"]
     assert [path.name[-1] for path in newest_first(tmp_path)] == ["9", "7", "3", "2"]
@@ -276,7 +278,7 @@ def test_the_controllers_state_comes_back_as_it_was_and_the_same_state_gives_the
 
 
 def test_arrays_of_a_state_come_back_as_they_were(tmp_path):
-    """Also empty ones, and one that stands in two places."""
+    """Also empty ones, and one in two places."""
     versions = np.array([3, 4], np.int32)
     state = {
         "kept": [{"tokens": np.arange(5, dtype=np.int32), "mask": np.array([1, 0], np.uint8), "text": "a"}],

@@ -1,4 +1,5 @@
-"""What a sharded optimizer's checkpoint is made of: a flat range of a tensor as rectangles; and the schedule."""
+"""Rectangles of a flat range of a tensor, for a sharded optimizer's checkpoint;
+and the schedule."""
 
 import math
 from types import SimpleNamespace
@@ -48,7 +49,8 @@ def test_a_range_of_a_matrix_needs_three_rectangles_at_most(rows, columns, data)
 
 @given(st.integers(1, 4), st.integers(1, 5), st.data())
 def test_slices_of_all_ranks_make_up_the_whole_tensor(num_ranks, rows, data):
-    """A parameter of `num_ranks * rows` x 3, one block of rows per tensor-parallel rank, each cut anywhere in two."""
+    """A parameter of `num_ranks * rows` x 3, one block of rows per tensor-parallel rank, each cut
+    anywhere in two."""
     whole = torch.arange(num_ranks * rows * 3).view(-1, 3)
     made = torch.full_like(whole, -1)
     for rank in range(num_ranks):
@@ -84,7 +86,7 @@ STORED = {
         **{f"mlp.experts.experts.{e}.{name}": shape for e in (0, 1) for name, shape in EXPERT.items()},
     },
 }
-"""Family -> names and shapes of a layer's tensors in a checkpoint, beside those that every layer has."""
+"""Family -> names and shapes of a layer's tensors in a checkpoint, beside those of every layer."""
 
 
 @pytest.mark.parametrize("family", STORED)

@@ -1,4 +1,5 @@
-"""What a user's environment holds keeps no process of ours from starting, nor several from working together."""
+"""A user's environment keeps no process of ours from starting,
+nor several from working together."""
 
 import asyncio
 import os
@@ -27,7 +28,7 @@ SOCKET_NAME = "tmp01234567"  # as tempfile makes them
 
 
 def python(code: str, environment: dict[str, str], *arguments: str) -> str:
-    """What it prints."""
+    """Its output."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     return subprocess.check_output(command, env=environment, cwd=REPOSITORY, text=True, timeout=60)
 
@@ -38,13 +39,14 @@ def server_environment(host: str = "127.0.0.1") -> dict[str, str]:
 
 
 def test_a_cpu_server_can_fork_though_the_user_gave_libraries_threads():
-    """OpenBLAS starts them when numpy is imported, which SGLang does before it makes its processes."""
+    """OpenBLAS starts them at the import of numpy, and SGLang imports it
+    before it makes its processes."""
     environment = cpu_server.server_environment({**os.environ, "OPENBLAS_NUM_THREADS": "4"})
     assert python("import numpy, os; print(len(os.listdir('/proc/self/task')))", environment).split() == ["1"]
 
 
 def test_a_reward_process_has_one_thread_and_reads_utf_8_despite_the_users_settings(tmp_path, monkeypatch):
-    """A thread of OpenBLAS takes tens of megabytes of the address space that a worker is allowed."""
+    """A thread of OpenBLAS takes tens of megabytes of the address space allowed to a worker."""
     code = """
         import numpy, os, sys
         def score(data_source, response, ground_truth, extra_info):
@@ -76,7 +78,7 @@ def test_a_server_reads_utf_8_in_any_locale(monkeypatch):
 
 @pytest.mark.parametrize("home", [NO_HOME, None])
 def test_a_server_of_a_user_without_a_home_keeps_its_caches_elsewhere(monkeypatch, tmp_path, home):
-    """As in a container that is run with the number of a user whom it does not know."""
+    """As in a container run with the number of an unknown user."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("SGLANG_JIT_CACHE_DIR", "/mine")
     if home is None:
@@ -120,8 +122,9 @@ def test_a_server_has_a_folder_for_temporary_files_that_sockets_can_lie_in(monke
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is all there is")
 def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
-    """Each would bind itself to the first core when it imports torch, and with it all that it starts, if one of the
-    three settings were left. Of torch it is the OpenMP library that does so, as soon as it is loaded."""
+    """If one of the three settings were left, each would bind itself to the first core at the
+    import of torch. So would all its children. In torch the OpenMP library does so, as soon as it
+    is loaded."""
     settings = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "GOMP_CPU_AFFINITY": "0-7"}
     (openmp,) = Path(torch.__file__).parent.glob("lib/libgomp*")
     affinity = f"import ctypes, os; ctypes.CDLL({str(openmp)!r}); print(len(os.sched_getaffinity(0)), flush=True)"
@@ -164,14 +167,15 @@ RANK_DEFAULTS = {
     ],
 )
 def test_a_rank_gets_defaults_for_its_gpu_and_keeps_the_users_settings(user_set, expected, monkeypatch):
-    monkeypatch.setattr(sys, "path", [])  # no package with a cuDNN, which a CUDA build of torch brings
+    # no package with a cuDNN, which a CUDA build of torch brings
+    monkeypatch.setattr(sys, "path", [])
     environment = dict(user_set)
     set_rank_defaults(environment)
     assert environment == user_set | expected
 
 
 def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
-    """Whoever started it: the command that every launcher runs sets them."""
+    """Under every launcher: its command for a rank sets them."""
     code = """
 import os, sys, types
 sys.modules["torch"] = None  # its import fails

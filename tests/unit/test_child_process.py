@@ -1,4 +1,4 @@
-"""A program that is stopped has died, with all that it started, when the call returns."""
+"""When the call returns, a stopped program has died, with all its children."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ time.sleep(60)
 
 
 def test_what_is_killed_is_dead_when_stop_returns(tmp_path, monkeypatch):
-    """Although a process takes a while to die where every core is busy."""
+    """Even with every core busy, so that a process takes a while to die."""
     kill = psutil.Process.kill
     child = ChildProcess("program", [sys.executable, "-c", WITH_A_CHILD], tmp_path / "log")
     deadline = time.monotonic() + 60

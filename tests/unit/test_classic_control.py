@@ -1,4 +1,5 @@
-"""PPO for classic control: the seed's names, shapes and formulas; states that are values; time limits that are no ends.
+"""PPO for classic control: the seed's names, shapes and formulas; states are values, and time
+limits no ends.
 
 That it learns is in tests/e2e/test_classic_control.py.
 """
@@ -145,13 +146,16 @@ class Given(torch.nn.Module):
 
 
 def test_the_metrics_of_an_update_are_those_worked_out_by_hand():
-    """Three steps with p = 1/2 for both actions; the episode ends after the second, the third's value is 1 beyond.
+    """Three steps with p = 1/2 for both actions; the episode ends after the second, the value after
+    the third is 1.
 
-    gamma 1/2, lambda 1/2. A_3 = 2 + 0.5 * 1 - 1 = 1.5; A_2 = 1 - 2 = -1; A_1 = 1 + 0.5 * 2 - 1.5 + 0.25 * A_2 = 0.25.
-    Returns 1.75, 1, 2.5; whitened advantages (A - 0.25) / sqrt(1.5625) = 0, -1, 1.
+    gamma 1/2, lambda 1/2. A_3 = 2 + 0.5 * 1 - 1 = 1.5; A_2 = 1 - 2 = -1; A_1 = 1 + 0.5 * 2 - 1.5 +
+    0.25 * A_2 = 0.25. Returns 1.75, 1, 2.5; whitened advantages (A - 0.25) / sqrt(1.5625) = 0, -1,
+    1.
     """
     config = PPOConfig(gamma=0.5, gae_lambda=0.5, n_epochs=1, n_minibatches=1, vf_coef=0.5, ent_coef=0.1)
-    params = Given([[0.0, 0.0]] * 3, [1.8, 2.1, 1.0])  # now; the values of the rollout were 1.5, 2, 1
+    # now; the values of the rollout were 1.5, 2, 1
+    params = Given([[0.0, 0.0]] * 3, [1.8, 2.1, 1.0])
     state = PPOState(params, torch.optim.Adam(params.parameters()), 0, torch.Generator())
     half = math.log(0.5)
     trajectory = PPOTransition(
@@ -159,7 +163,8 @@ def test_the_metrics_of_an_update_are_those_worked_out_by_hand():
         action=torch.tensor([0, 1, 0]),
         reward=torch.tensor([1.0, 1.0, 2.0]),
         done=torch.tensor([False, True, False]),
-        log_prob=torch.tensor([half, half - math.log(0.5), half - math.log(1.5)]),  # ratios 1, 0.5 and 1.5
+        # ratios 1, 0.5 and 1.5
+        log_prob=torch.tensor([half, half - math.log(0.5), half - math.log(1.5)]),
         value=torch.tensor([1.5, 2.0, 1.0]),
         bootstrap=torch.zeros(3),
     )
@@ -179,7 +184,8 @@ def test_the_optimizer_is_adam_with_the_seeds_eps_behind_a_clipped_gradient():
     state, trajectories, last_values = rollout_of(config)
     assert type(state.opt_state) is torch.optim.Adam
     assert (state.opt_state.defaults["eps"], state.opt_state.defaults["lr"]) == (1e-5, config.lr)
-    state = state._replace(opt_state=torch.optim.SGD(state.params.parameters(), lr=1.0))  # a step is the gradient
+    # a step is the gradient
+    state = state._replace(opt_state=torch.optim.SGD(state.params.parameters(), lr=1.0))
     before = torch.cat([p.flatten() for p in numbers(state)])
     after, _ = PPO.update(state, trajectories, last_values, config=config)
     moved = torch.cat([p.flatten() for p in numbers(after)]) - before
@@ -193,7 +199,8 @@ def test_where_the_time_limit_ends_an_episode_the_value_of_what_would_have_come_
     ends[[4, 9]] = True
     assert torch.equal(trajectories.done, ends)
     assert torch.equal(trajectories.bootstrap != 0, ends)
-    # an episode's first observation is drawn from +-0.05, its last is further out: not what the next step saw
+    # an episode's first observation is drawn from +-0.05, its last is further out: it is not the
+    # next step's observation
     env, env_params = make("CartPole-v1")
     obs, env_state = env.reset(0, env_params)
     for action in trajectories.action[:5, 0].tolist():

@@ -1,4 +1,4 @@
-"""The command line: mistakes end it before anything starts, a dry run shows what would start."""
+"""The command line: mistakes end it before anything starts, a dry run shows the planned start."""
 
 import json
 import os

@@ -21,7 +21,8 @@ SAMPLING = SamplingParams(max_new_tokens=4, temperature=0.7, stop_token_ids=(5,)
 
 
 def ask(routes: dict[str, Callable | dict], question: Callable, **client_options):
-    """What `question(client)` returns from a server with these routes: JSON answers, or functions of the request."""
+    """The result of `question(client)` on a server with these routes: JSON answers,
+    or functions of the request."""
 
     async def run():
         application = web.Application()
@@ -134,7 +135,8 @@ def test_the_use_of_a_cache_is_that_of_all_its_ranks():
 def test_an_abort_returns_what_there_is():
     generation = generate(answer(tokens=(), spans=(("3", 0, 0),), reason="abort"))
     assert generation.finish_reason == "abort" and len(generation.tokens) == len(generation.weight_versions) == 0
-    assert generate(answer(tokens=(), reason="abort", weight_versions=None)).weight_versions.size == 0  # it never ran
+    # it never ran
+    assert generate(answer(tokens=(), reason="abort", weight_versions=None)).weight_versions.size == 0
 
 
 def test_a_version_we_did_not_set_is_foreign():
@@ -231,7 +233,8 @@ def test_what_takes_no_requests_when_told_to_continue_is_ill_and_not_paused(sess
     ill = routes | {"GET /ready": always({}, status=503)}
     with pytest.raises(ServerError, match="/health: HTTP 503"):
         ask(ill | {"GET /health": always({}, status=503)}, lambda client: client.resume())
-    ask(ill | {"GET /health": {}}, lambda client: client.resume())  # with the token it is well again
+    # with the token it is well again
+    ask(ill | {"GET /health": {}}, lambda client: client.resume())
 
 
 def test_a_scheduler_that_hangs_is_not_resumed():
@@ -299,6 +302,7 @@ def test_a_connection_that_was_idle_is_used_no_more_before_a_server_closes_it(mo
 
 
 def test_a_server_keeps_idle_connections_for_longer_than_a_client():
-    settings = Path(distribution("sglang").locate_file("sglang/srt/environ.py")).read_text()  # to import it takes 5 s
+    # to import it takes 5 s
+    settings = Path(distribution("sglang").locate_file("sglang/srt/environ.py")).read_text()
     (of_server_s,) = re.findall(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", settings)
     assert client_module.IDLE_CONNECTION_S < float(of_server_s) / 2

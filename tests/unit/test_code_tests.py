@@ -1,4 +1,4 @@
-"""The reward `code_tests`: what programs are given and compared with, and that none of them does harm."""
+"""The reward `code_tests`: inputs and comparisons of programs, and that no program does harm."""
 
 import asyncio
 import json
@@ -130,7 +130,7 @@ def test_programs_are_judged_by_their_output(way):
 
 
 def test_a_program_that_takes_too_long_fails_in_time(way):
-    """The test's own limit is what this would reach otherwise."""
+    """Otherwise this would reach the test's own limit."""
     assert verdict("while True: pass", {"inputs": ["", ""], "outputs": ["", ""]}, time_limit_s=0.2) == 0
 
 
@@ -149,7 +149,7 @@ def test_asserts_are_decided_outside(way):
     assert verdict(liar, {"assert_case": asserts[:1]}) == 0
 
 
-# each prints "harm" where it gets what it wants
+# each prints "harm" on success
 MALICIOUS = {
     "fork bomb": "import os\nwhile True: os.fork()",
     "daemons": "import os\nfor _ in range(50):\n  if os.fork() == 0:\n    os.setsid()\n    while 1: 1\nprint('harm')",
@@ -195,7 +195,7 @@ def test_a_malicious_program_does_no_harm(name, way, monkeypatch):
 
 
 def test_the_harm_would_show_without_a_sandbox():
-    """The programs are no bluff: outside, one of them finds what it looks for."""
+    """The programs are no bluff: outside the sandbox, one of them succeeds."""
     code = f"TEST = {__file__!r}\n" + MALICIOUS["a symlink"].replace("/tmp/x", f"/tmp/x{os.getpid()}")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     os.unlink(f"/tmp/x{os.getpid()}")

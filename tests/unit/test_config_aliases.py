@@ -1,4 +1,4 @@
-"""The names that other documents have for keys: they load as they are, mean the same, and mistakes speak of them."""
+"""Other documents' names for keys: they load, mean the same, and mistakes speak of them."""
 
 import pytest
 
@@ -15,7 +15,8 @@ DYNAMIC, OVERLONG = f"{DAPO}.dynamic_sampling", f"{DAPO}.overlong_reward_shaping
 
 @pytest.fixture
 def load(tmp_path):
-    """A function of a file's text and overrides that returns the config after all checks that need no files."""
+    """A function of a file's text and overrides that returns the config
+    after all checks that need no files."""
 
     def load_text(text: str, *overrides: str):
         (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
@@ -34,7 +35,7 @@ def sentences(load):
     return sentences_of
 
 
-MEANINGS = {  # what documents say -> the same in names of the schema
+MEANINGS = {  # documents' words -> the same in names of the schema
     f"{DAPO}: {{enable: true, dynamic_sampling: {{enable: true}}}}": f"{SECTION}.enable: true",
     f"{DAPO}: {{enable: false, dynamic_sampling: {{enable: true}}}}": f"{SECTION}.enable: false",
     f"{DAPO}.enable: false": "",

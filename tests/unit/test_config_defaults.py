@@ -1,4 +1,4 @@
-"""Keys and defaults that users of the documented interface rely on, written out here independently of the schema."""
+"""Keys and defaults of the documented interface, written out here independently of the schema."""
 
 import pytest
 

@@ -78,7 +78,8 @@ def test_a_reference_model_is_needed_only_for_a_coefficient_that_acts(overrides,
 
 
 def test_rank_coordinates_are_megatrons_order():
-    # Megatron-core's default order is tp-cp-ep-dp-pp: tensor ranks adjacent, then data, pipeline last.
+    # Megatron-core's default order is tp-cp-ep-dp-pp: tensor ranks adjacent, then data,
+    # pipeline last.
     sizes = ParallelSizes(tp=2, pp=2, vpp=None, world=8)
     coordinates = [sizes.coordinates(rank) for rank in range(8)]
     assert [(rank.tp, rank.pp, rank.dp) for rank in coordinates] == [

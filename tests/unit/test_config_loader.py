@@ -1,4 +1,4 @@
-"""Loading a config: what is written is what is meant, and every mistake is named with its cure."""
+"""Loading a config: a value means exactly its text, and every mistake is named with its cure."""
 
 import pickle
 from pathlib import Path
@@ -37,7 +37,7 @@ def sentences(path: Path | None, overrides: list[str] = ()) -> list[str]:
     return error.value.sentences
 
 
-# ---------------------------------------------------------------------------------------------------- what is meant
+# ------------------------------------------------------------------------------------------ meaning
 
 
 def test_no_file_and_no_override_gives_the_defaults():
@@ -61,7 +61,8 @@ def test_on_and_off_are_words_where_words_are_asked_for(word):
 def test_an_override_of_a_text_key_is_taken_as_it_stands(name):
     config = load_config(None, [f"data.prompt_key={name}", f"trainer.run_dir={name}"])
     assert config.data.prompt_key == name
-    assert config.trainer.run_dir == (None if name in ("null", "") else name)  # this key takes null too
+    # this key takes null too
+    assert config.trainer.run_dir == (None if name in ("null", "") else name)
 
 
 def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path):
@@ -83,7 +84,7 @@ def test_an_empty_file_and_empty_sections_mean_the_defaults(tmp_path):
     assert load_config(written(tmp_path, "data:\ntrainer:\n"), []) == Config()
 
 
-# ---------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
 
 
 def test_the_nearest_key_is_named_for_a_short_name_and_for_the_right_name_in_the_wrong_place():
@@ -254,7 +255,7 @@ def test_a_user_error_survives_the_way_between_processes():
     assert UserError("only.").report() == "1 mistake to correct:\nonly."
 
 
-# ---------------------------------------------------------------------------------------------------- extends
+# ------------------------------------------------------------------------------------------ extends
 
 
 def extending(folder: Path, base: str, text: str) -> Path:
@@ -307,7 +308,7 @@ def test_a_file_that_cannot_be_extended_is_one_sentence(tmp_path, base, text, wo
     assert all(word in sentence for word in [*words, str(path)])
 
 
-# ---------------------------------------------------------------------------------------------------- properties
+# --------------------------------------------------------------------------------------- properties
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 NAMES = st.sampled_from([part for name in [*known_keys(), *known_sections()] for part in name.split(".")]) | st.text(
@@ -376,7 +377,7 @@ def test_what_is_written_means_the_same_to_any_yaml_reader():
     assert Config.model_validate(yaml.safe_load(to_yaml(config))) == config
 
 
-# ---------------------------------------------------------------------------------------------------- other spellings
+# ---------------------------------------------------------------------------------- other spellings
 
 
 def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):

@@ -1,4 +1,4 @@
-"""A value that is refused hides the mistakes that hang on it, and no other."""
+"""A refused value hides the mistakes that hang on it, and no other."""
 
 import re
 from functools import cache
@@ -81,7 +81,7 @@ def shown_with_files(*settings: str) -> list[str]:
 
 GSPO = f"{POLICY_LOSS}=gspo"
 BOUNDS = [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]
-WITHOUT_ACT = {  # a recipe, what is given on the command line, and the first words of each sentence
+WITHOUT_ACT = {  # a recipe, the overrides on the command line, and the first words of each sentence
     "bounds of GSPO": (
         "grpo_baseline",
         [GSPO, *BOUNDS],
@@ -159,7 +159,7 @@ def hides_what_it_should(row: str, key: Key) -> None:
     first, *rest = shown([*given_keys, refused(key.name)])
     assert first.startswith(f"{key.name} is [[[1]]]")
     assert set(rest) <= steadfast
-    # what names the key, or its section, may need another value of a second key as well
+    # a finding about the key, or its section, may need another value of a second key as well
     own = rf"\b({key.name}|{section_of(key)})\b"
     if key.name == f"{MEGATRON}.sequence_parallel":
         own += "|padded for sequence"  # with TP 1 it changes nothing, but is read

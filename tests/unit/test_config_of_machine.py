@@ -1,4 +1,4 @@
-"""Keys that name what is not on this machine are refused before anything starts."""
+"""Keys that name things absent from this machine are refused before anything starts."""
 
 import json
 
@@ -65,7 +65,8 @@ def test_a_model_folder_without_config_json_and_a_missing_reference_are_named(ma
 
 
 def test_a_checkpoint_of_this_program_is_a_model_too(machine):
-    """As `hf_to_megatron` and training write it: config.json is in hf/, whose sizes are checked as well."""
+    """As `hf_to_megatron` and training write it: config.json is in hf/,
+    with its sizes checked too."""
     made = machine / "made"
     (made / "megatron").mkdir(parents=True)
     path = f"actor_rollout_ref.model.path={made}"
@@ -96,7 +97,8 @@ def test_the_models_sizes_are_read_from_its_folder(machine):
 
 def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert on_this_machine(machine, "megatron.use_transformer_engine=on") == []  # a laptop, where a recipe is read
+    # a laptop, for reading recipes
+    assert on_this_machine(machine, "megatron.use_transformer_engine=on") == []
     (tmp_path / "version").touch()
     monkeypatch.setattr("megatron_dapo.common.nvidia_driver.VERSION_FILE", tmp_path / "version")
     (sentence,) = on_this_machine(machine, "megatron.use_transformer_engine=on")
@@ -134,7 +136,7 @@ def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path, monkeypatch, p
     assert command in fault if command else "hf download" not in fault
 
 
-INTO_INPUTS = {  # the run folder, and what it must not write into
+INTO_INPUTS = {  # the run folder, and the inputs it must not touch
     "the model's own folder": ("model", {}, "the folder of actor_rollout_ref.model.path"),
     "a folder in a model's": ("model/runs/1", {}, "in the folder of actor_rollout_ref.model.path"),
     "a link to it": ("link", {}, "the folder of actor_rollout_ref.model.path"),

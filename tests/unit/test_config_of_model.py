@@ -7,7 +7,8 @@ from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
 
-# Each row: overrides that make one mistake, words its one sentence must hold, and what the model's config.json says.
+# Each row: overrides that make one mistake, words its one sentence must hold,
+# changes of the model's config.json.
 MODEL_CONTRADICTIONS = [
     ("trainer.n_procs_per_node=8 tp=8",
      ["size is 8", "num_attention_heads 12"], {"num_key_value_heads": 8}),

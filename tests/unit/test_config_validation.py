@@ -10,7 +10,8 @@ from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
 
-# Each row: overrides that make one mistake, and words its one sentence must hold (keys, values, the cure).
+# Each row: overrides that make one mistake,
+# and words its one sentence must hold (keys, values, the cure).
 OVERLONG_ON = "overlong.enable=true"
 SAMPLING_ON = "sampling.enable=true"
 SPREAD = "sampling.enable=true sampling.filter_mode=acc"
@@ -217,7 +218,8 @@ def test_a_contradiction_is_one_sentence_with_keys_and_values(text, words):
         "rollout.server_urls=[http://127.0.0.1:30000,'https://[::1]:30001',http://host.example:80/]",
         "reward.function=my_package.rewards:score",
         "trainer.n_procs_per_node=4 tp=2 pp=2 vpp=3 megatron.sequence_parallel=true",
-        "trainer.n_procs_per_node=14 pp=14",  # 12 layers: the embedding and the head are alone
+        # 12 layers: embedding and head have stages of their own
+        "trainer.n_procs_per_node=14 pp=14",
         "trainer.n_procs_per_node=5 pp=5 megatron.recompute_granularity=full",
         "trainer.n_procs_per_node=2 pp=2 vpp=2 megatron.pipeline_layers=[0,5,7,0]",
         "rollout.server.tensor_model_parallel_size=12",

@@ -1,4 +1,4 @@
-"""The recipes of container images agree with the lock, with each other and with the files that they copy."""
+"""Recipes of container images agree with the lock, with each other and with the copied files."""
 
 import re
 import subprocess
@@ -47,7 +47,8 @@ def test_both_recipes_start_from_the_locks_cuda_with_a_compiler_and_no_second_cu
     lock = (ROOT / "requirements" / "cuda.txt").read_text()
     toolkit = re.search(r"^cuda-toolkit==(\d+\.\d+\.\d+)", lock, re.MULTILINE)
     assert version == toolkit[1]
-    # nvcc for SGLang's kernels; cuDNN is the lock's alone: Transformer Engine would load the image's beside torch's
+    # nvcc for SGLang's kernels; cuDNN is only the lock's:
+    # Transformer Engine would load the image's beside torch's
     assert kind == "devel" and "nvidia-cudnn-cu13==" in lock
 
 
@@ -91,7 +92,7 @@ def test_both_recipes_run_the_same_two_steps_and_then_the_program():
 
 @pytest.fixture
 def machine(tmp_path):
-    """A folder whose make, apt-get and Python only write down how they were called."""
+    """A folder with a make, an apt-get and a Python that only write down their calls."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("make", "apt-get", ".venv/bin/python"):
         program = tmp_path / name
@@ -122,8 +123,8 @@ def test_the_packages_are_those_of_make_setup_and_of_transformer_engine(machine)
 
 
 def test_the_image_has_the_libraries_by_which_nccl_uses_infiniband(machine):
-    """NCCL loads libibverbs when it starts, which loads the providers of the adapters, and goes on with sockets, in
-    silence, where one of them is missing."""
+    """NCCL loads libibverbs at its start, and that loads the adapters' providers. With one of them
+    missing it goes on with sockets, in silence."""
     install(machine, "system")
     packages = (machine / "calls").read_text().split()
     assert {"libibverbs1", "ibverbs-providers", "librdmacm1", "rdma-core"} <= set(packages)

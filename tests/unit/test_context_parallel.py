@@ -1,4 +1,5 @@
-"""The cut of packed segments over context-parallel ranks, by hand; the layout tests compare what is computed."""
+"""The cut of packed segments over context-parallel ranks, by hand;
+layout tests compare the results."""
 
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 
 class Group:
-    """Of a process group what a cut asks, where nothing travels."""
+    """A process group as far as a cut asks, without any traffic."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.numbers = rank, size
@@ -38,7 +39,8 @@ class Group:
 
 
 def test_each_rank_has_an_early_and_a_late_chunk_of_every_segment():
-    # chunks of 2 tokens: 01|23|45|67, and of 1: 8|9|10|11; rank 0 has the first and the last, rank 1 those between
+    # chunks of 2 tokens: 01|23|45|67, and of 1: 8|9|10|11; rank 0 has the first and the last, rank
+    # 1 those between
     assert rank_places((8, 4), 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert rank_places((8, 4), 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
     # three ranks: chunks 0 and 5, 1 and 4, 2 and 3
@@ -126,7 +128,8 @@ def test_the_layers_of_a_micro_batch_share_its_cut():
 
 @pytest.mark.parametrize(("report_stale", "num_gathers"), [(False, 0), (True, 1)])
 def test_log_probs_are_put_together_only_for_the_comparison_that_reads_them(monkeypatch, report_stale, num_gathers):
-    """Of a loss that the heads sum, every other micro-batch needs two sums over the ranks alone."""
+    """For a loss summed by the heads, only every other micro-batch needs two sums over the
+    ranks."""
     gathered = []
 
     def gather(parts: torch.Tensor, part: torch.Tensor, group: Group) -> None:
@@ -164,7 +167,8 @@ def test_megatron_gets_the_size_and_without_transformer_engine_a_gpu_refuses(lay
     assert replace(layout, tp=2, sp=True).sequence_multiple == 8
     spec = model_spec(MODEL_JSON)
     config = build_model(spec, layout, MegatronConfig()).config
-    assert config.context_parallel_size == 2 and config.cp_comm_type is None  # Megatron's default: p2p
+    # Megatron's default: p2p
+    assert config.context_parallel_size == 2 and config.cp_comm_type is None
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     with pytest.raises(UserError) as error:
         build_model(spec, layout, MegatronConfig())

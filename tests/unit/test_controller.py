@@ -1,4 +1,5 @@
-"""The controller against scripted servers: exact batches in the order of prompts, and a state that goes on."""
+"""The controller against scripted servers: exact batches in the order of prompts,
+a resumable state."""
 
 import asyncio
 import json
@@ -22,7 +23,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_waves_kept_filtered_and_discarded_are_exact_over_two_steps(folder):
-    """Waves of 6 at most: p0..p5 keep 3, p6..p11 keep 2, of which the step needs one; p12..p17 keep 4."""
+    """Waves of 6 at most: p0..p5 keep 3, p6..p11 keep 2, of which the step needs one;
+    p12..p17 keep 4."""
     script = Script({number: RIGHT for number in (0, 6, 7, 8)} | {number: WRONG for number in (1, 2, 9, 12, 17, 18)})
 
     async def scenario(controller, servers):
@@ -137,7 +139,8 @@ def test_evaluation_is_greedy_and_counts_every_answer(folder):
         assert metrics["val/accuracy"] == pytest.approx(2 / 3)
         assert metrics["val/num_prompts"] == 3 and metrics["val/response_length_mean"] == 2
         assert {request["sampling_params"]["temperature"] for request in servers[0].requests} == {0.0}
-        assert prompt_numbers(await controller.next_batch(1, 1)) == [0, 1, 2, 3]  # the training prompts are untouched
+        # the training prompts are untouched
+        assert prompt_numbers(await controller.next_batch(1, 1)) == [0, 1, 2, 3]
 
     script = Script({0: WRONG, 1: RIGHT, 2: RIGHT}, default=MIXED)
     overrides = [f"data.val_files=[{folder}/val.jsonl]", "algorithm.dynamic_sampling.enable=false"]

@@ -1,4 +1,4 @@
-"""The controller with max_staleness above 0: sampling goes on while the trainer trains, and no token gets too old."""
+"""The controller with max_staleness above 0: sampling beside training, and no token too old."""
 
 import asyncio
 import json
@@ -100,7 +100,7 @@ def test_nothing_is_drawn_that_no_step_would_train_on(folder):
 
 
 def test_a_prompt_is_drawn_when_a_slot_is_free_for_it(folder):
-    """Two groups of two for four slots: what waits is in the data set, not in the queue."""
+    """Two groups of two for four slots: waiting draws are in the data set, not in the queue."""
 
     async def scenario(controller, servers):
         servers[0].hold.clear()
@@ -149,7 +149,7 @@ def test_close_ends_what_is_under_way_between_two_steps_the_workers_and_the_conn
         servers[0].hold.set()
         await until(lambda: servers[0].num_open == 0)
         await until(lambda: asyncio.all_tasks() <= tasks_before)
-        await controller.close()  # what ends a failed start closes again
+        await controller.close()  # the cleanup of a failed start closes again
 
     async def main():
         server = await FakeServer(Script(), version=0).start()
@@ -212,7 +212,8 @@ def test_an_evaluation_is_exact_while_requests_of_training_go_on(folder):
 
 
 def test_replayed_responses_and_greedy_baselines_go_on_ahead_of_the_trainer(folder):
-    """Blocks of prompts are made in the background too; a group needs its baseline beside its responses."""
+    """Blocks of prompts are made in the background too;
+    a group needs its baseline beside its responses."""
     replay = "exp_manager.experience_replay"
     overrides = with_age(
         1,
@@ -267,7 +268,8 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_push_and_nothing
 
 
 def test_a_restored_controller_loses_and_doubles_nothing_and_makes_no_burst(folder):
-    """Stopped with finished samples of open groups; the uids go on, and the samples are not asked for again."""
+    """Stopped with finished samples of open groups; the uids go on,
+    and the samples are not asked for again."""
     overrides = with_age(1, "algorithm.dynamic_sampling.enable=false")
 
     async def first(controller, servers):

@@ -1,4 +1,4 @@
-"""The controller when servers fail, hang or hold other weights: an error names them, and nothing is lost."""
+"""The controller with failing, hanging or outdated servers: errors name them, nothing is lost."""
 
 import asyncio
 
@@ -42,7 +42,8 @@ def test_a_request_that_keeps_failing_ends_with_the_servers_and_the_reason(folde
         with pytest.raises(RolloutError) as error:
             await controller.next_batch(1, 1)
         assert "failed 4 times" in str(error.value) and "HTTP 500" in str(error.value)
-        assert all(server.url in str(error.value) for server in servers)  # the other server was tried
+        # the other server was tried
+        assert all(server.url in str(error.value) for server in servers)
 
     run_in_folder(folder, scenario, num_servers=2)
 
@@ -91,7 +92,8 @@ def test_a_server_that_comes_back_with_other_weights_asks_for_a_sync_and_nothing
 
 
 def test_samples_by_other_weights_are_not_used_and_finished_groups_stay(folder):
-    """The server changes its weights after p0 and p1 are answered, unseen by the check before the step."""
+    """The server changes its weights after p0 and p1 are answered,
+    unseen by the check before the step."""
     script = Script()
 
     async def scenario(controller, servers):
@@ -121,7 +123,8 @@ def test_with_one_stale_server_of_two_the_gen_batch_is_finished_by_the_other(fol
     async def scenario(controller, servers):
         batch = await controller.next_batch(1, 1)
         servers[0].version = 0
-        assert await needs_sync(controller.next_batch(2, 1))  # before work is spent on half of the servers
+        # before work is spent on half of the servers
+        assert await needs_sync(controller.next_batch(2, 1))
         servers[0].version = 1
         servers[0].hold.clear()
         pending = asyncio.create_task(controller.next_batch(2, 1))
@@ -152,7 +155,8 @@ def test_all_servers_down_is_an_error_that_names_them_within_the_deadline(folder
     async def scenario(controller, servers):
         for server in servers:
             await server.stop()
-        with pytest.raises(RolloutError, match="have been down for 0.3 s") as error:  # not: the step took too long
+        # not: the step took too long
+        with pytest.raises(RolloutError, match="have been down for 0.3 s") as error:
             await controller.next_batch(1, 1)
         assert all(server.url in str(error.value) for server in servers)
 

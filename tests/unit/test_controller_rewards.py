@@ -1,4 +1,4 @@
-"""What the controller makes of rewards: overlong responses, and reward functions that fail."""
+"""The controller's use of rewards: overlong responses, and failing reward functions."""
 
 import json
 import pickle

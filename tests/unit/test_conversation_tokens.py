@@ -1,5 +1,5 @@
-"""Which tokens of a conversation the assistant wrote: as transformers' masks have it, or one sentence why it cannot be
-told."""
+"""The assistant's tokens in a conversation: transformers' masks,
+or one sentence about the obstacle."""
 
 import pytest
 
@@ -9,7 +9,8 @@ from tests.model_folders import write_byte_level
 
 pytestmark = pytest.mark.unit
 
-# as Qwen2.5 and others write it, with transformers' marks; the end of the turn is the assistant's, the newline is not
+# as Qwen2.5 and others write it, with transformers' marks; the end of the turn is the assistant's,
+# the newline is not
 MARKED = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.role == 'assistant' %}"
@@ -18,7 +19,7 @@ MARKED = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-# as Qwen3: thoughts of answers that others follow are left out, and a last answer without any gets empty ones
+# as Qwen3: thoughts of earlier answers are left out, and a last answer without any gets empty ones
 THINKING = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
@@ -62,7 +63,8 @@ def test_tokens_and_mask_of_a_conversation_are_those_of_transformers(template, n
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED], ids=["marked", "by prefixes"])
 def test_a_prompt_has_the_tokens_that_it_is_sampled_from(template, tmp_path):
-    """What stands before an answer is what `encode_prompt` gives, also where the tokenizer joins prompt and answer."""
+    """The text before an answer is the result of `encode_prompt`, even if the tokenizer joins
+    prompt and answer."""
     glued = template.replace("'<|im_start|>assistant\\n'", "'answer: ret'").replace(
         "{{- '<|im_start|>' + message.role + '\\n' }}",
         "{{- 'answer: ret' if message.role == 'assistant' else message.role }}",

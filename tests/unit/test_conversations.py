@@ -1,4 +1,4 @@
-"""Files of conversations: what their rows may hold, what becomes of them, and what is told of those that do not fit."""
+"""Files of conversations: allowed rows, their use, and messages about misfits."""
 
 import json
 
@@ -30,7 +30,7 @@ def load(path, tokenizer, *overrides: str) -> ConversationSet:
 
 
 def texts(loaded: ConversationSet, tokenizer) -> list[tuple[str, str]]:
-    """Of each conversation the whole text, and what is learned of it."""
+    """Of each conversation the whole text, and its learned part."""
     rows = []
     for sample in loaded.samples:
         learned = sample.tokens[1:][sample.loss_mask[:-1] == 1]
@@ -61,7 +61,8 @@ def test_every_answer_of_several_turns_is_learned(tmp_path, tokenizer):
 
 
 def test_parquet_files_with_columns_of_their_own_names(tmp_path, tokenizer):
-    """As verl's SFT data of GSM8K: question and answer in an object. A message has all fields of the column's type."""
+    """As verl's SFT data of GSM8K: question and answer in an object. A message has all fields of
+    the column's type."""
     nested = [{"extra_info": {"question": "1+2", "answer": "3"}, "split": "train"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(nested), tmp_path / "nested.parquet")
     keys = ("data.prompt_key=extra_info.question", "sft.response_key=extra_info.answer")
@@ -139,7 +140,8 @@ def test_every_conversation_is_drawn_once_per_epoch_and_a_saved_order_goes_on(tm
     again.load_state_dict(state)
     samples = again.next(4)
     assert [sample.uid for sample in samples] == batches[3]
-    assert [sample.sample_id for sample in samples] == [0, 1, 2, 3]  # results find their way by them
+    # results find their way by them
+    assert [sample.sample_id for sample in samples] == [0, 1, 2, 3]
 
     others = write_rows(tmp_path / "others.jsonl", conversations(7, seed=1))
     with pytest.raises(UserError, match="content of the prompts"):

@@ -1,4 +1,5 @@
-"""The critic of a training checkpoint becomes a token classifier, which another run's critic may start from."""
+"""The critic of a training checkpoint becomes a token classifier,
+a possible start of another run's critic."""
 
 import json
 from pathlib import Path
@@ -35,7 +36,8 @@ def weights_of(critic: Critic) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("has_own_model", [False, True])
 def test_the_critic_of_a_checkpoint_is_exported_and_read_again(has_own_model, tmp_path, layout):
-    """It began with its policy's body, or with a classifier of its own, whose folder is then named."""
+    """It began with its policy's body, or with a classifier of its own;
+    then that folder is named."""
     actor = make_tiny(tmp_path / "actor", "qwen2", tied=True, layers=2)
     own = make_tiny_classifier(tmp_path / "own", "qwen2", bias=0.5, seed=3)
     keys = [f"actor_rollout_ref.model.path={actor}", "algorithm.adv_estimator=gae"]

@@ -1,4 +1,4 @@
-"""A converter that is given something wrong says so in a sentence, exits with 2, and leaves no output behind."""
+"""A converter given something wrong says so in a sentence, exits with 2, and leaves no output."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def half_precision(model: Path) -> None:
     change_tensors(model, lambda tensors: tensors.update({k: v.half() for k, v in tensors.items()}))
 
 
-# what was done to the source, and the words that the sentence must have
+# the damage done to the source, and the words of the sentence
 MISTAKES = {
     "another width": (lambda m: change_config(m, hidden_size=32, head_dim=16), ["of another shape", "embed_tokens"]),
     "too few layers": (lambda m: change_config(m, num_hidden_layers=1), ["unexpected", "model.layers.1."]),
@@ -162,7 +162,7 @@ def converters(source: Path, converted: Path) -> dict:
 def test_a_disk_that_cannot_be_written_leaves_nothing(source, converted, tmp_path, capsys, monkeypatch, tool):
     main, arguments = converters(source, converted)[tool]
     (tmp_path / "file").touch()
-    # a file where a folder should be, and a file system that refuses, also for the superuser
+    # a file in place of a folder, and a file system that refuses, also for the superuser
     for out in (tmp_path / "file" / "out", Path("/proc/out")):
         assert main([*arguments, "--output", str(out)]) == 2
         assert str(out) in capsys.readouterr().err
@@ -258,8 +258,8 @@ print(*(path.read_text().strip() for path in Path("/proc/self/task").glob("*/com
 
 
 def test_no_thread_of_a_process_group_outlives_a_command():
-    """One that frees a tensor while the interpreter ends aborts the process: exit code 134 instead of 2, now and
-    then."""
+    """Otherwise a tensor freed at the interpreter's end aborts the process: exit code 134 instead
+    of 2, now and then."""
     done = subprocess.run([sys.executable, "-c", ENDS_WITHOUT_THREADS], capture_output=True, text=True, check=True)
     assert "python" in done.stdout and "gloo" not in done.stdout, done.stdout
 
@@ -322,7 +322,8 @@ def test_training_does_not_start_from_a_damaged_one(converted, tmp_path):
     file = max((damaged / "megatron").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=rf"is damaged: megatron/{file.name} has .* bytes instead of"):
-        load_weights(None, damaged, SimpleNamespace(agreement=SingleRank()))  # before a model is looked at
+        # before a model is looked at
+        load_weights(None, damaged, SimpleNamespace(agreement=SingleRank()))
 
 
 def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
@@ -343,7 +344,8 @@ def test_a_flipped_bit_is_found_by_name(converted, source, tmp_path, capsys):
 
 
 def test_a_training_checkpoint_gives_the_trained_weights(source, tmp_path):
-    """As training writes it, with optimizer and generators: only the model is read, and every file is standard."""
+    """As training writes it, with optimizer and generators: only the model is read,
+    and every file is standard."""
     from megatron_dapo.checkpointing.manifest import write_manifest
     from megatron_dapo.checkpointing.torch_dist.saving import save
     from megatron_dapo.config.loader import load_config
@@ -394,7 +396,7 @@ def test_verify_tells_equal_from_different(source, converted, model, capsys):
 
 def test_verify_leaves_nothing_beside_the_checkpoint(source, converted, tmp_path, capsys, monkeypatch):
     checkpoint = shutil.copytree(converted, tmp_path / "checkpoint")
-    (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of one that was killed
+    (tmp_path / ".checkpoint.round-trip.staging").mkdir()  # of a killed process
     arguments = ["--checkpoint", str(checkpoint), "--hf-model", str(source), "--round-trip"]
     assert verify_checkpoint.main([*arguments, "--num-tokens", "0"]) == 0
     assert outputs(tmp_path) == ["checkpoint"]
@@ -440,6 +442,6 @@ def test_the_variables_of_srun_and_mpirun_are_understood():
     assert torchrun_variables(mpirun)["MASTER_ADDR"] == "127.0.0.1"
     with pytest.raises(UserError, match="MASTER_ADDR"):
         torchrun_variables(mpirun | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
-    # torchrun has set its own; a batch script outside srun is alone
+    # torchrun has set its own; a batch script outside srun is a single process
     assert torchrun_variables(srun | {"RANK": "0"}) == {}
     assert torchrun_variables({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}

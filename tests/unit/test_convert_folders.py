@@ -1,4 +1,4 @@
-"""A folder that is no checkpoint of the kind asked for: the sentence says which one to give instead."""
+"""A folder without a checkpoint of the kind asked for: the sentence names the right one."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_without_a_checkpoint_the_sentence_names_the_right_folder(model, checkpo
 
 
 def test_damage_that_sizes_do_not_show_is_a_sentence_too(checkpoint):
-    """What is read before checksums are compared, which takes minutes."""
+    """Reads before the comparison of checksums, which takes minutes."""
     with pytest.raises(UserError, match=r"^.*\.metadata is damaged .*; use another checkpoint"):
         stored_dtype(checkpoint)
     assert read_conversion(checkpoint) is None

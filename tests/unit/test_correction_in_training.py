@@ -1,4 +1,4 @@
-"""Promises of a rollout step with a correction: what is computed before the update, what the update makes of it."""
+"""A rollout step with a correction: computations before the update, and effects in the update."""
 
 from dataclasses import replace
 
@@ -57,7 +57,8 @@ def test_rejecting_everything_gives_no_gradient_and_an_unchanged_count(first_min
     assert not any(gradient.any() for gradient in gradients)
     assert sums["actor/loss"] == [0.0, plain["actor/loss"][1]] and plain["actor/loss"][1] > 0
     assert metrics["actor/rollout_rs_token_masked"] == metrics["actor/rollout_rs_seq_masked"] == 1.0
-    assert metrics["actor/ratio_mean"] == pytest.approx(1.0)  # what the policy says is reported of all tokens
+    # the policy's metrics are of all tokens
+    assert metrics["actor/ratio_mean"] == pytest.approx(1.0)
 
 
 def test_rejecting_nothing_changes_nothing(first_mini_batch):
@@ -74,7 +75,8 @@ def test_tokens_are_weighed_alike_by_the_loss_and_before_it(first_mini_batch, bo
     weighed = (ONE_STEP, TOKEN_IS, f"{CORRECTION}.rollout_is_threshold={bounds}")
     _, in_loss, gradients = first_mini_batch(*weighed)
     _, before, same = first_mini_batch(*weighed, f"{CORRECTION}.rollout_token_veto_threshold=1e-8")
-    # float32 terms of both signs, whose weights are rounded in another order: errors go with the largest gradient
+    # float32 terms of both signs, their weights rounded in another order:
+    # errors go with the largest gradient
     largest = max(gradient.abs().max() for gradient in gradients)
     for a, b in zip(gradients, same, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * float(largest))
@@ -137,15 +139,15 @@ AT_AGE_1 = {
 
 @pytest.mark.parametrize("name", AT_AGE_1)
 def test_a_foreign_server_is_seen_in_tokens_of_older_weights(layout, model_path, name):
-    """Its log-probs are 8 nats off, and every token is one version old, so that none is `compared`. What is checked is
-    their mean, whichever way the old log-probs come."""
+    """Its log-probs are 8 nats off, and every token is one version old, so none is `compared`. The
+    check is of their mean, with either origin of the old log-probs."""
     overrides = ["actor_rollout_ref.rollout.max_staleness=1", checks.MANY_MICRO_BATCHES, *AT_AGE_1[name]]
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, overrides)
     foreign = [
         [replace(batch, rollout_log_probs=batch.rollout_log_probs - 8.0) for batch in mini_batch]
         for mini_batch in mini_batches
     ]
-    of_first = foreign[:1] if name == "bypass" else foreign  # what is checked before anything changes
+    of_first = foreign[:1] if name == "bypass" else foreign  # the part checked before any change
     shares = policy.mismatch_by_sample(of_first, weight_version=1)
     expected = sum(total for total, _ in shares.values()) / sum(number for _, number in shares.values())
     assert expected > 7.0 and len(shares) == (16 if name == "bypass" else 32)
@@ -160,7 +162,8 @@ def test_a_foreign_server_is_seen_in_tokens_of_older_weights(layout, model_path,
 
 def test_the_log_warns_of_distant_servers(layout, model_path, caplog):
     policy, mini_batches = checks.policy_and_mini_batches(layout, model_path, [])
-    metrics = policy.update(mini_batches, weight_version=6)  # all tokens of version 0: nothing is compared
+    # all tokens of version 0: nothing is compared
+    metrics = policy.update(mini_batches, weight_version=6)
     assert "actor/rollout_ess" not in metrics and not caplog.messages
     share = policy.update(mini_batches, weight_version=0)["actor/rollout_ess"]
     assert share < 0.5 and caplog.messages[0].startswith("Step 1: ") and f"{share:.0%}" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""The critic on one process: what its loss reads, what stops it, where its weights come from."""
+"""The critic on one process: inputs of its loss, its stops, the origin of its weights."""
 
 import math
 from dataclasses import replace
@@ -79,18 +79,21 @@ def test_values_learn_the_returns_and_the_metrics_say_so(layout, any_model_path,
     critic, shard = scored(layout, any_model_path, "critic.cliprange_value=null", dtype)
     first, *_, last = [critic.update(shard) for _ in range(30)]
     assert last["critic/vf_loss"] < 0.3 * first["critic/vf_loss"] and first["critic/lr"] == 1e-2
-    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)  # of values that are all 0
+    # of values that are all 0
+    assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9)
     again = critic.score(shard)
     assert critic.update(again)["critic/explained_variance"] > 0.5
 
 
 def test_a_value_that_left_its_range_has_no_gradient(layout, model_path):
-    """Old values far below the returns, current ones beyond the range: the loss is that of the bound."""
+    """Old values far below the returns, current ones beyond the range:
+    the loss is that of the bound."""
     critic, shard = scored(layout, model_path)
     (mini_batch,) = critic.with_targets(shard)
     far = [replace(b, values=b.values - 1.0, returns=torch.full_like(b.returns, -3.0)) for b in mini_batch]
     first = critic.metrics_of(critic.accumulate_gradients(far))
-    assert first["critic/vf_clipfrac"] == 0.0 and first["critic/vf_loss"] == pytest.approx(9.0)  # V = 0, and R below
+    # V = 0, and R below
+    assert first["critic/vf_clipfrac"] == 0.0 and first["critic/vf_loss"] == pytest.approx(9.0)
     above = [replace(b, values=b.values - 1.0, returns=b.returns * 0 + 3.0) for b in mini_batch]
     second = critic.metrics_of(critic.accumulate_gradients(above))
     assert second["critic/vf_clipfrac"] == 1.0 and second["critic/vf_loss"] == pytest.approx(3.8**2)
@@ -135,7 +138,8 @@ def test_a_sample_over_the_critics_cap_is_an_error_that_names_it(layout, model_p
 
 
 def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(layout, model_path, tmp_path):
-    """Of a training checkpoint the critic's own folder counts; without one, the policy lends its body."""
+    """Of a training checkpoint the critic's own folder counts;
+    without one, the policy lends its body."""
     megatron = load_config(None, []).actor_rollout_ref.actor.megatron
     spec = read_model_spec(model_path)
     policy = build_model(spec, layout, megatron)
@@ -170,7 +174,8 @@ def test_a_critic_starts_from_a_policys_or_a_critics_checkpoint_of_this_program(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reloaded_critic_continues_to_the_bit(layout, any_model_path, tmp_path, dtype):
-    """In bfloat16 its float32 copies come back too: weights alone would begin with what is rounded."""
+    """In bfloat16 its float32 copies come back too: weights by themselves would begin
+    with rounded values."""
     critic, shard = scored(layout, any_model_path, dtype)
     critic.update(shard)
     training = {"optimizer": critic.state.optimizer, "lr_schedule": critic.state.lr_schedule}

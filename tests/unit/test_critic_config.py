@@ -1,4 +1,5 @@
-"""The section critic: contradictions by name, defaults that are the actor's, and what a resume makes of it."""
+"""The section critic: contradictions by name, the actor's values as defaults,
+effects of a resume."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The packages of requirements/cuda.txt on a machine without a driver: a login node, where models are converted."""
+"""The packages of requirements/cuda.txt without a driver: on a login node, used for conversions."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [
         shutil.which("nvidia-smi") is not None, reason="this machine has an NVIDIA driver, and these tests need none"
     ),
 ]
-# `site` stands in for packages inside SGLang's own processes on a CPU; a __main__ runs what it imports
+# `site` stands in for packages inside SGLang's own processes on a CPU; a __main__ runs its imports
 IMPORT_ALL = """
 import importlib, sys, traceback
 failed = 0
@@ -39,7 +39,7 @@ sys.exit(failed > 0)
 
 
 def run(*command: object) -> str:
-    """Return what a command prints; AssertionError with it where the command fails."""
+    """Return a command's output; AssertionError with it if the command fails."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,

@@ -1,4 +1,5 @@
-"""dedup_dataset: the rows that the program would keep, unchanged, in bounded memory; or one sentence and no file."""
+"""dedup_dataset: the rows kept by the program, unchanged, in bounded memory;
+or one sentence, no file."""
 
 import json
 import os
@@ -70,7 +71,7 @@ def test_it_keeps_the_rows_that_the_program_keeps_with_all_their_columns(tmp_pat
     program = PromptDataset.load(list(map(str, paths)), "prompt", CharTokenizer(), 10, conflicting_answers="keep")
     kept = read(output)
     assert [key(row) for row in kept] == [(prompt.text, prompt.ground_truth) for prompt in program.prompts]
-    firsts = {key(row): row for row in reversed(sum(files, []))}  # the first of each kind is what stays
+    firsts = {key(row): row for row in reversed(sum(files, []))}  # the first of each kind stays
     assert kept == [firsts[key(row)] for row in kept]
 
 
@@ -97,7 +98,7 @@ def test_the_report_counts_rows_duplicates_and_prompts_with_several_answers(tmp_
 
 
 def broken(folder: Path) -> dict[str, tuple[list[str], str, list[str], str]]:
-    """What is wrong -> (inputs, output, options, words of the sentence)."""
+    """Fault -> (inputs, output, options, words of the sentence)."""
     good = str(write(folder / "good.parquet", [row("a")]))
     (folder / "text.parquet").write_text("not parquet")
     content = write(folder / "whole.parquet", [row(f"{i}" * 50) for i in range(5000)], compression="none").read_bytes()
@@ -200,7 +201,7 @@ for path in sys.argv[1:]:
 
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
-    """42 000 rows of 3 kB, which do not compress: 126 MB in one row group, which are not held at once."""
+    """42 000 rows of 3 kB, which do not compress: 126 MB in one row group, never held at once."""
     table = pyarrow.Table.from_pylist([row(os.urandom(1500).hex(), index=str(i)) for i in range(700)])
     paths = [tmp_path / "few.parquet", tmp_path / "many.parquet"]
     for path, copies in zip(paths, (10, 60), strict=True):

@@ -106,7 +106,8 @@ def test_last_number_is_the_answer(response, reward):
 
 
 def test_the_demonstrations_to_fine_tune_on_are_those_of_the_base_model(tmp_path):
-    """The same every time, in the mixture of pretrain.py, each with the end-of-text token that sampling stops at."""
+    """The same every time, in the mixture of pretrain.py,
+    each with sampling's end-of-text token."""
     learned, held_out = sums.split()
     settings = pretrain.SETTINGS
     paths = [sft.write_demonstrations(tmp_path / name, learned, 400, settings) for name in ("a.jsonl", "b.jsonl")]

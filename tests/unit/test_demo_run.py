@@ -17,7 +17,8 @@ pytestmark = pytest.mark.unit
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Runs the demo with a run that only writes metrics: a function overrides -> (exit code, configs run)."""
+    """Runs the demo with a run that only writes metrics:
+    a function overrides -> (exit code, configs run)."""
     configs = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 

@@ -1,4 +1,5 @@
-"""On-policy distillation: the recipe's loss is the reverse KL of GKD, and a student comes near its teacher by it."""
+"""On-policy distillation: the loss is GKD's reverse KL,
+and a student comes near its teacher by it."""
 
 from pathlib import Path
 
@@ -35,8 +36,8 @@ def layout():
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """Student and teacher, which is the larger one, and whose next token depends on the last one alone: what a small
-    student can learn in a few steps."""
+    """Student and teacher. The teacher is the larger one, and its next token depends on the last
+    one only. A small student can learn that in a few steps."""
     folder = tmp_path_factory.mktemp("models")
     student = make_tiny(folder / "student", "qwen2", layers=2, hidden=32, heads=4, vocab=VOCABULARY)
     teacher = make_tiny(folder / "teacher", "qwen3", layers=2, hidden=48, heads=4, vocab=VOCABULARY, seed=1)
@@ -102,7 +103,8 @@ def _sample(uid: str, prompt: tuple[int, ...], response: tuple[int, ...]) -> Sam
 
 
 def reverse_kl(student, teacher, asked: Tensor, responses: list[list[list[int]]]) -> tuple[Tensor, int]:
-    """The sum over all response tokens y_n of KL(p_S(. | y_<n, x) || p_T(. | y_<n, x)), and the number of tokens."""
+    """The sum over all response tokens y_n of KL(p_S(. | y_<n, x) || p_T(. | y_<n, x)), and the
+    number of tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for prompt, of_prompt in zip(asked.tolist(), responses, strict=True):
         for response in of_prompt:
@@ -117,7 +119,8 @@ def reverse_kl(student, teacher, asked: Tensor, responses: list[list[list[int]]]
 
 def read(folder: Path):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    model.get_input_embeddings().padding_idx = None  # which would keep the gradient of one token from its row
+    # it would keep the gradient of one token from its row
+    model.get_input_embeddings().padding_idx = None
     return model
 
 
@@ -130,8 +133,8 @@ def test_the_recipe_distils_on_policy_and_reports_what_is_right_without_learning
 
 
 def test_the_loss_and_its_gradient_are_those_of_gkd_with_the_reverse_kl_on_the_students_samples(layout, models):
-    """arXiv 2306.13649, algorithm 1 with lambda = 1 and D the reverse KL; sampling gets no gradient. The mean is over
-    tokens."""
+    """arXiv 2306.13649, algorithm 1 with lambda = 1 and D the reverse KL; sampling gets no
+    gradient. The mean is over tokens."""
     config = recipe(models, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=false")
     student, teacher = map(read, models)
     asked = prompts(8, seed=0)
@@ -155,7 +158,7 @@ def test_the_loss_and_its_gradient_are_those_of_gkd_with_the_reverse_kl_on_the_s
 
 
 def test_the_gradient_is_the_expectation_of_the_one_that_scores_the_sampled_token():
-    """On-policy distillation by a per-token reward: -(log p(v) - log q(v)) of the token v that was drawn."""
+    """On-policy distillation by a per-token reward: -(log p(v) - log q(v)) of the drawn token v."""
     logits = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     log_q = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
     log_p = logits.log_softmax(-1)
@@ -167,7 +170,8 @@ def test_the_gradient_is_the_expectation_of_the_one_that_scores_the_sampled_toke
 
 
 def test_a_small_student_comes_near_its_teacher_on_its_own_samples(layout, models):
-    """Each step samples from the student as it is. What is compared are other prompts, by transformers in float64."""
+    """Each step samples from the student as it is. The comparison is on other prompts, by
+    transformers in float64."""
     config = recipe(models, "actor_rollout_ref.actor.optim.lr=2e-2")
     torch.manual_seed(1)
     student, teacher = map(read, models)

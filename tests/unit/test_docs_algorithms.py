@@ -1,4 +1,5 @@
-"""docs/algorithms.md has every option with its default; tests/seeds/README.md names code and tests that exist."""
+"""docs/algorithms.md has every option with its default;
+tests/seeds/README.md names existing code and tests."""
 
 import re
 from pathlib import Path
@@ -36,7 +37,8 @@ PLACE_ROWS = rows(PLACES, "0", 4)
 
 
 def names_in(cell: str) -> list[str]:
-    """Whole keys: a name without dots stands in the section of the first of its cell, or of its table."""
+    """Whole keys: a name without dots stands in the section of the first of its cell,
+    or of its table."""
     first, *others = re.findall(r"`([\w.]+)`", cell)
     (whole,) = {canonical(s + first) for s in SECTIONS if canonical(s + first) in known_keys()}
     return [whole, *(f"{whole.rpartition('.')[0]}.{other}" for other in others)]
@@ -51,7 +53,7 @@ def test_the_defaults_of_the_options_are_those_of_the_schema():
 
 
 def test_every_option_of_the_algorithm_is_on_the_page():
-    """Of actor and critic those that say what is learned; model, layout and speed are in config.md."""
+    """Of actor and critic only the keys of learning; model, layout and speed are in config.md."""
     elsewhere = r".*\.(model|optim|megatron)\..*|.*\.(max_tokens_per_microbatch|log_prob_chunk_size|fused_kernels)"
     sections = ("algorithm.", "exp_manager.", "critic.", "actor_rollout_ref.actor.")
     keys = [key for key in known_keys() if key.startswith(sections) and not re.fullmatch(elsewhere, key)]

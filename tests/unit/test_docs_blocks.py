@@ -1,4 +1,4 @@
-"""What a reader may copy from the pages: every key exists, and the blocks of YAML and Python do what the text says."""
+"""Copyable parts of the pages: every key exists, blocks of YAML and Python do as the text says."""
 
 import asyncio
 import math
@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 SECTIONS = "|".join(Config.model_fields)
-FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")  # the user's own names follow
+# the user's own names follow
+FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")
 
 
 def text_of(page: str) -> str:
@@ -51,7 +52,7 @@ def test_every_key_on_a_page_exists():
 
 
 def without_refusals(page: Path) -> str:
-    """A page may show what the program says to a key that does not exist."""
+    """A page may show the program's answer to an unknown key."""
     return "\n".join(line for line in page.read_text(encoding="utf-8").splitlines() if "Unknown key" not in line)
 
 

@@ -1,4 +1,5 @@
-"""docs/cluster.md says what is so: its log lines are the program's, its exit codes, settings and sizes too."""
+"""docs/cluster.md is true: its log lines are the program's, and so are exit codes,
+settings, sizes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""What the pages name exists: links with their anchors, files, functions; README leads to every page."""
+"""Names on the pages exist: links with their anchors, files, functions;
+README leads to every page."""
 
 import ast
 import re
@@ -44,7 +45,7 @@ def anchors(page: Path) -> set[str]:
 
 @cache
 def definitions(path: Path) -> set[str]:
-    """Functions, classes and variables of a file: `name`, and `Class.name` of what stands in a class."""
+    """Functions, classes and variables of a file: `name`, and `Class.name` inside a class."""
     names = set()
     for node in ast.parse(text_of(path)).body:
         names |= names_bound(node)
@@ -101,7 +102,8 @@ def test_every_file_that_is_named_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_test_on_a_page_exists(page):
-    known = {path.stem for path in (ROOT / "tests").rglob("test_*.py")} | {"test_freq"}  # a config key
+    # test_freq is a config key
+    known = {path.stem for path in (ROOT / "tests").rglob("test_*.py")} | {"test_freq"}
     for path in (ROOT / "tests").rglob("test_*.py"):
         known |= definitions(path)
     assert not set(re.findall(r"\btest_\w+", text_of(page))) - known
@@ -109,7 +111,8 @@ def test_every_test_on_a_page_exists(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_function_that_is_named_with_its_file_exists(page):
-    """As in `megatron_dapo/trainer.py: train`, with several names after one file separated by commas."""
+    """As in `megatron_dapo/trainer.py: train`, with several names
+    after one file separated by commas."""
     missing = []
     for file, names in re.findall(rf"`((?:{FOLDERS})/[\w/]+\.py): ([\w., ]+)`", text_of(page)):
         known = definitions(ROOT / file) if (ROOT / file).is_file() else set()

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
 SECTIONS = "actor|critic|dapo|data|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
 
-# whose names the code puts together
+# metrics with names put together by the code
 MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
     "data/FILE/epoch",
@@ -29,7 +29,8 @@ def reported() -> set[str]:
 
 
 def documented() -> set[str]:
-    """In a table the first cells name metrics; a name without a section has that of the one before it."""
+    """In a table the first cells name metrics; a name without a section has that
+    of the one before it."""
     names = set()
     for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("## All of them")[2].splitlines():
         section = ""

@@ -1,4 +1,5 @@
-"""What a run that samples ahead of its trainer holds of groups, and what it goes back to where verdicts are missing."""
+"""Groups held by a run that samples ahead of its trainer,
+and its way back from missing verdicts."""
 
 import gc
 import weakref
@@ -56,7 +57,8 @@ def finish(drawing: Drawing, group: Group, outcome: tuple[bool, bool], error: st
 
 
 def test_a_group_that_was_finished_before_its_step_began_is_gone_when_it_is_dropped():
-    """It waited for the group before it. What the run goes back to must not keep its tokens until the step's end."""
+    """It waited for the group before it. The run's fallback must not keep its tokens
+    until the step's end."""
     drawing = make_drawing()
     drawing.begin(1, weight_version=1)
     groups = [draw(drawing) for _ in range(10)]
@@ -71,7 +73,7 @@ def test_a_group_that_was_finished_before_its_step_began_is_gone_when_it_is_drop
     drawing.decide(is_waited_for=False)
     gc.collect()
     assert not any(tokens() is not None for tokens in dropped) and drawing.queue.account.num_filtered == 2
-    assert not drawing.take().filtered  # they count for the batch that is being filled, which is that of step 3
+    assert not drawing.take().filtered  # they count for the batch being filled, step 3's
 
 
 def test_a_run_without_verdicts_goes_back_to_the_groups_that_wait_and_samples_the_open_ones_again():

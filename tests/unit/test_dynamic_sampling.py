@@ -1,4 +1,5 @@
-"""Dynamic sampling's bookkeeping: exact counts, the order of groups, surplus, exhaustion, nothing lost or doubled."""
+"""Dynamic sampling's bookkeeping: exact counts, order, surplus, exhaustion,
+nothing lost or doubled."""
 
 import gc
 import json
@@ -86,7 +87,7 @@ def test_kept_filtered_and_surplus_are_counted_exactly():
 
 
 def test_a_step_is_trained_on_what_its_own_weights_wrote():
-    """What one step has too much of is not trained on by the next, whose weights are others."""
+    """The next step has other weights: it does not train on this one's surplus."""
     queue = make_queue(train=2, gen=3)
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [MIXED, MIXED, MIXED])
@@ -120,7 +121,8 @@ def test_the_age_of_what_is_trained_on_is_that_of_its_new_tokens():
     queue = make_queue(train=2, gen=2, max_staleness=2)
     queue.begin(8, weight_version=7)
     mixed, replayed = (make_group(draw, MIXED, version=6) for draw in draw_all(queue, 0, 2, version=5))
-    turns = dict(weight_versions=(5, 6, 7), loss_mask=(1, 0, 1))  # what an environment says has no age
+    # an environment's words have no age
+    turns = dict(weight_versions=(5, 6, 7), loss_mask=(1, 0, 1))
     queue.add_finished(replace(mixed, samples=(replace(mixed.samples[0], **turns), mixed.samples[1])))
     # a replayed sample is off-policy by design, and has a loss of its own
     borrowed = replace(replayed.samples[0], weight_versions=(1,) * 3, exp_mask=True)
@@ -156,7 +158,7 @@ def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again
     queue.decide()
     taken = queue.take()
     assert indices(taken.groups) == [3]
-    assert taken.num_discarded == 3  # two that waited, and what this step had too much of
+    assert taken.num_discarded == 3  # two that waited, and this step's surplus
     assert queue.account.is_closed
 
 

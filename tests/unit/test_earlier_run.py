@@ -1,4 +1,4 @@
-"""The same run folder again: nothing of an earlier run is overwritten, mixed with the new one's, or lost."""
+"""The same run folder again: nothing of an earlier run is overwritten, mixed in or lost."""
 
 import json
 
@@ -63,7 +63,8 @@ def test_a_run_without_a_checkpoint_is_put_aside_by_name_before_the_folders_next
     assert batch_steps(earlier.batches) == [1, 2, 3] and earlier.rollout(3).exists() and not folder.rollout(1).exists()
     assert (earlier.model / "config.json").exists() and not folder.model.exists()
     assert earlier.config.read_text() == "first" and list(earlier.tensorboard.iterdir())
-    assert (folder.logs / "controller.log").read_text() == "still open"  # those of this run are already there
+    # those of this run are already there
+    assert (folder.logs / "controller.log").read_text() == "still open"
 
     assert set_aside(folder) == folder.path / "earlier_2"
     assert set_aside(folder) is None
@@ -79,7 +80,7 @@ def test_a_folder_in_which_no_run_has_got_to_a_step_is_used_as_it_is(tmp_path, c
 
 
 def test_a_resumed_run_takes_back_the_samples_and_batches_after_its_checkpoint(folder, capsys):
-    """Also where it ends before it has done those steps again: it is shorter now."""
+    """Even if it ends before it has done those steps again: it is shorter now."""
     save(folder, 1)
     (folder.rollouts / "notes.txt").write_text("mine")
     assert choose_start(config(folder), folder, SingleRank()).step == 1

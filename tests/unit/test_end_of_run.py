@@ -1,4 +1,5 @@
-"""What is being written goes on between the parts of a step; after the last one it is waited for, before the model."""
+"""Writes go on between the parts of a step; after the last one they are waited for,
+before the model."""
 
 import pickle
 import signal
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.unit
 
 
 class Checkpoints:
-    """Of a run that is done: `restore` says so."""
+    """Of a finished run, as `restore` tells."""
 
     def __init__(self, folder, num_steps: int = 0, error: str = "") -> None:
         self._stop, self._num_steps, self._error = StopRequest(folder / "stop", SingleRank()), num_steps, error
@@ -49,7 +50,7 @@ class Checkpoints:
 
 
 def job_of(checkpoints: Checkpoints | Saver) -> SimpleNamespace:
-    """What these tests ask of a job."""
+    """A job as far as these tests ask."""
     save_model = lambda: checkpoints.done.append("model")  # noqa: E731
     job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), _save_model=save_model)
     job.finish = lambda: Job.finish(job)
@@ -72,7 +73,7 @@ class Rescuer:
 @pytest.mark.parametrize("error", [UserError("exhausted"), RolloutError("no server is left"), Interrupted("asked")])
 @pytest.mark.parametrize("is_asked_to_stop", [False, True])
 def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_stop, capfd):
-    """And where the run was asked to stop, it ends as asked; what failed besides is told."""
+    """If the run was asked to stop, it ends as asked; other failures are told."""
     checkpoints = Rescuer(is_asked_to_stop)
     job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), layout=SingleRank())
     with pytest.raises(RunStopped if is_asked_to_stop else type(error)):
@@ -83,7 +84,8 @@ def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_s
 
 
 def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
-    """Else the checkpoint would hold a rollout that is one step ahead of it, and the batch's prompts would be lost."""
+    """Otherwise the checkpoint would hold a rollout one step ahead of it, and the batch's prompts
+    would be lost."""
     done = []
     job = SimpleNamespace(
         _rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
@@ -145,7 +147,8 @@ def test_the_model_of_a_run_is_saved_though_its_last_checkpoint_could_not_be_wri
 
 
 def test_a_signal_while_the_model_is_saved_does_not_end_the_run(tmp_path, monkeypatch):
-    """There may be no checkpoint to go on from: with save_interval -1 the model is all that the run leaves."""
+    """There may be no checkpoint to go on from:
+    with save_interval -1 the run leaves only the model."""
     config = load_config(None, ["trainer.total_training_steps=3"])
     job = job_of(Checkpoints(tmp_path, num_steps=3))
     job._save_model = lambda: (signal.raise_signal(signal.SIGTERM), job.checkpoints.done.append("model"))
@@ -165,7 +168,8 @@ def test_a_signal_while_the_model_is_saved_does_not_end_the_run(tmp_path, monkey
 
 @pytest.mark.parametrize("failing", ["finish_validation", "push_weights"])
 def test_a_step_with_updated_weights_is_reported_even_if_a_later_phase_fails(monkeypatch, failing):
-    """The evaluation beside it, or the push of its weights. It may be saved as done: nobody trains it again then."""
+    """The validation beside it, or the push of its weights. It may be saved as done: nobody trains
+    it again then."""
     logged = []
     config = load_config(None, ["trainer.total_training_steps=3"])
     job = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""How a process ended is on record before it is gone; what could not be written holds up no end."""
+"""The end of a process is on record before it is gone; a failed write of it holds up no end."""
 
 import json
 import subprocess

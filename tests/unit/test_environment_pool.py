@@ -1,4 +1,5 @@
-"""The environment pool, in real processes: a stuck environment costs its trajectory, and its worker is replaced."""
+"""The environment pool, in real processes: a stuck one costs its trajectory,
+its worker is replaced."""
 
 import asyncio
 import json
@@ -137,7 +138,8 @@ def test_each_failure_costs_one_trajectory_and_says_why(folder):
         "no observation": "exception: TypeError: an environment answers with an Observation, not str",
         "no text": "exception: ValueError: an environment's message needs a role and a content of text",
         "half a pair": "exception: UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800'",
-        "raise half a pair": "exception: ValueError: \\ud800",  # as text that every file and log can hold
+        # as text that every file and log can hold
+        "raise half a pair": "exception: ValueError: \\ud800",
         "correct alone": "exception: ValueError: an environment's `correct` needs a `reward`",
         "nan": "exception: ValueError: an environment's reward must be a finite number, not nan",
     }

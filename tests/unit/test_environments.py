@@ -1,4 +1,4 @@
-"""Tools and text games as environments: what they answer, and that an environment can be made by name."""
+"""Tools and text games as environments: their answers, and their creation by name."""
 
 import asyncio
 

@@ -1,5 +1,7 @@
-"""Promises of the advantages that wait for the models: KL in the reward and estimates per token, against a loop over
-samples in float64."""
+"""Advantages that wait for the models: KL in the reward and estimates per token.
+
+Compared with a loop over samples in float64.
+"""
 
 import pkgutil
 from collections.abc import Mapping
@@ -36,7 +38,8 @@ def layout():
 
 
 def samples_of(estimator: str = "grpo") -> tuple[list[TrainSample], dict[int, SampleReward]]:
-    """12 samples in 4 groups, with holes in their masks; one of them counts for nothing. And their rewards."""
+    """12 samples in 4 groups, with holes in their masks, one without any counted token.
+    And their rewards."""
     groups = [replace(group, baseline_reward=BASELINE) for group in synthetic_groups(67, num_groups=4, n=3)]
     samples = assemble(groups, estimator=estimator)
     last = replace(samples[-1], loss_mask=np.zeros_like(samples[-1].loss_mask))
@@ -89,7 +92,8 @@ def kl_of(said: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def expected(estimator: str, samples, rewards: Mapping[int, SampleReward], beta: float):
-    """(advantages before whitening, values), of the counted tokens of each sample, by the definitions."""
+    """(advantages before whitening, values), of the counted tokens of each sample,
+    by the definitions."""
     advantages, values = {}, {}
     for sample in samples:
         said, counted = said_by_the_models(samples)[sample.sample_id], sample.loss_mask != 0
@@ -181,12 +185,13 @@ def test_the_controller_sees_the_mean_of_the_samples_means_and_moves_for_the_nex
     said = said_by_the_models(samples)
     columns = [(said[s.sample_id], s.loss_mask != 0) for s in samples]
     kl = [k3(row["old_log_probs"].astype(float), row["ref_log_probs"].astype(float))[mask] for row, mask in columns]
-    mean_of_means = np.mean([row.mean() for row in kl if len(row)])  # one sample has no token that counts
+    # one sample has no token that counts
+    mean_of_means = np.mean([row.mean() for row in kl if len(row)])
     controller = KL_CONTROLLERS["adaptive"](BETA, 0.01, 1000)
     _, metrics = estimate_advantages(shard_of(samples, rewards, *CUTS["small"]), controller, config, layout)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(mean_of_means, rel=1e-6)
     assert np.concatenate(kl).mean() != pytest.approx(mean_of_means, rel=1e-3)
-    assert metrics["actor/reward_kl_penalty_coeff"] == BETA  # what this step used
+    assert metrics["actor/reward_kl_penalty_coeff"] == BETA  # the step's own coefficient
     assert controller.value == pytest.approx(BETA * (1 + 0.2 * 12 / 1000))  # far above the target: clipped at 0.2
 
 

@@ -1,4 +1,5 @@
-"""The command eval: its figures, what it keeps over a kill, what it compares, and its mistakes in one sentence."""
+"""The command eval: figures, answers kept over a kill, comparisons,
+and mistakes in one sentence."""
 
 import asyncio
 import json
@@ -34,7 +35,7 @@ WORDS_OF = {0: ("right", "wrong", "wrong", "wrong_long"), 1: ("right", "right", 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With a model whose shape can be read, and prompts p0, p1 of aime and p2 of amc."""
+    """With a model of readable shape, and prompts p0, p1 of aime and p2 of amc."""
     for made in rollout_folder(tmp_path, monkeypatch):
         (made / "config.json").write_text(json.dumps({**MODEL_JSON, "vocab_size": len(WORDS)}))
         rows = [{"prompt": f"p{number}", "label": "right", "data_source": source}
@@ -104,7 +105,7 @@ def test_after_kill_9_the_same_command_goes_on_and_asks_for_no_answer_twice(fold
         first = kept(folder)
         assert len(first) == 4 and len(server.requests) == 12
         with answers.open("ab") as file:
-            file.write(b'{"step": 1, "prompt_index": 2, "num')  # what a kill cuts off
+            file.write(b'{"step": 1, "prompt_index": 2, "num')  # cut off by a kill
         server.script.delays = []
         assert main(command(folder, server)) == 0
         assert len(server.requests) == 12 + 8
@@ -170,7 +171,7 @@ def test_another_checkpoint_is_converted_again(tmp_path, monkeypatch):
 
     def convert(words, check):
         output = Path(words[-1])
-        output.mkdir(parents=True)  # so what was there is gone
+        output.mkdir(parents=True)  # so the old folder is gone
         (output / "config.json").write_text("{}")
         converted.append(Path(words[-3]).name)
         return subprocess.CompletedProcess(words, 0)
@@ -196,7 +197,7 @@ def test_answers_are_not_put_into_the_folder_of_a_run(folder, name, capsys):
 
 
 def test_verdicts_of_answers_before_a_kill_count_too(folder, capsys):
-    """As many as were killed in the middle, and as if it was killed before the check of the last one."""
+    """As after a kill in the middle, and after one before the check of the last answer."""
     for num_kept in (11, 12):
         with server_in_thread() as server:
             assert main(command(folder, server)) == 0
@@ -373,7 +374,8 @@ def test_a_comparison_pairs_the_prompts_and_names_changed_ones(folder, capsys):
 
 
 def test_a_model_of_a_run_is_asked_as_that_run_asks_it(folder, monkeypatch, capsys):
-    """Its config names reward, lengths and files; the servers of the run are not this evaluation's."""
+    """Its config names reward, lengths and files; the servers
+    of the run are not this evaluation's."""
     from megatron_dapo.commands.evaluation import command as module
 
     asked = []

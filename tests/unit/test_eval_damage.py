@@ -1,5 +1,7 @@
-"""A damaged file of answers ends the command with one sentence, or makes no difference: never a traceback, and never
-figures of other answers than were given."""
+"""A damaged file of answers ends the command with one sentence, or makes no difference.
+
+Never a traceback, and never figures of other answers than the given ones.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pool of experiences by hand-computed cases, and what holds of it whatever is recorded."""
+"""The pool of experiences, by hand-computed cases and by laws for every recording."""
 
 import math
 import random
@@ -61,7 +61,7 @@ def prompts_of(experiences):
     return [prompt for prompt, _ in experiences]
 
 
-# ---------------------------------------------------------------------------------------------------- what is recorded
+# ------------------------------------------------------------------------------------------ records
 
 
 def test_correct_responses_of_groups_that_are_not_solved_are_kept():
@@ -105,7 +105,7 @@ def test_a_replayed_sample_counts_among_the_successes_and_is_not_recorded_again(
     assert pool.metrics()["replay/num_retired"] == 1
 
 
-# ---------------------------------------------------------------------------------------------------- what is drawn
+# -------------------------------------------------------------------------------------------- draws
 
 
 def test_replay_begins_with_the_first_step_that_is_good_enough_and_goes_on():
@@ -142,7 +142,8 @@ def test_of_a_prompt_the_trajectory_of_least_entropy_is_replayed():
 
 
 def test_buckets_are_drawn_by_the_normal_density_around_half_the_group():
-    """Groups of 4, 2 or 1 or 3 successes: 1 : exp(-1/2) : exp(-1/2), however many prompts have them."""
+    """Groups of 4, 2 or 1 or 3 successes: 1 : exp(-1/2) : exp(-1/2),
+    with any number of prompts in each."""
     counts = Counter()
     for seed in range(3000):
         pool = make_pool(seed, exp_ratio=0.25)
@@ -166,7 +167,7 @@ def test_prompts_of_a_bucket_are_equally_likely_and_drawn_once():
 
 
 def test_no_prompt_is_replayed_twice_in_a_step_of_several_gen_batches():
-    """A state saved in the middle of a step knows what was drawn; the next step may draw all of them again."""
+    """A state saved in mid-step knows its draws; the next step may draw all of them again."""
     pool, other = make_pool(exp_ratio=0.5), make_pool(exp_ratio=0.5)
     record(pool, [of(prompt, 1) for prompt in range(3)])
     first = prompts_of(pool.draw(4))
@@ -227,7 +228,7 @@ def test_far_buckets_of_large_groups_are_drawn_too():
     assert prompts_of(pool.draw(1)) == [0]
 
 
-# ---------------------------------------------------------------------------------------------------- bounds
+# ------------------------------------------------------------------------------------------- bounds
 
 
 def test_of_a_prompt_the_newest_are_kept():
@@ -249,7 +250,7 @@ def test_beyond_the_tokens_what_was_recorded_first_leaves_first():
     assert sorted(prompts_of(pool.draw(9))) == [0, 2, 3]
 
 
-# ---------------------------------------------------------------------------------------------------- whatever happens
+# ------------------------------------------------------------------------- laws for every recording
 
 
 @st.composite
@@ -304,7 +305,7 @@ def test_the_seed_decides_and_draws_go_on_from_one_to_the_next():
     assert len({tuple(each) for each in draws(1)}) == 3
 
 
-# ---------------------------------------------------------------------------------------------------- gen batches
+# -------------------------------------------------------------------------------------- gen batches
 
 
 def test_replayed_prompts_are_spread_among_the_new_ones_and_take_their_place():
@@ -357,7 +358,7 @@ def test_the_groups_trained_on_tell_how_much_and_how_old():
     assert replay_metrics(groups[1:2], weight_version=9) == {"replay/num_replayed_groups": 0}
 
 
-# ---------------------------------------------------------------------------------------------------- the config
+# --------------------------------------------------------------------------------------- the config
 
 REPLAY = "exp_manager.experience_replay"
 ON = f"{REPLAY}.enable=true"

@@ -1,5 +1,8 @@
-"""Layers of families that differ from the plain decoder: their rounding in bfloat16, and what Transformer Engine is
-told. Log-probs and layouts: tests/distributed."""
+"""Layers of families that differ from the plain decoder: bfloat16 rounding,
+Transformer Engine options.
+
+Log-probs and layouts: tests/distributed.
+"""
 
 import math
 import random
@@ -127,7 +130,8 @@ def test_embeddings_are_scaled_in_the_models_type(layout, models):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_bfloat16_log_probs_are_as_near_to_those_of_float32_as_transformers_come(layout, models, paths, family):
-    """Both are of the same weights. Over 239 tokens the ratio of two such means has a standard error of about 7 %."""
+    """Both are of the same weights. Over 239 tokens the ratio of two such means has a standard
+    error of about 7 %."""
     draw = random.Random(0)
     sequences = [[draw.randrange(128) for _ in range(length)] for length in (13, 40, 2, 60, 24, 7, 100)]
     exact, rounded = (_log_probs_of_transformers(paths[family], d, sequences) for d in (torch.float32, torch.bfloat16))
@@ -148,8 +152,8 @@ def _log_probs_of_transformers(path: str, dtype: torch.dtype, sequences: list[li
 
 
 def what_megatron_is_told(monkeypatch, layout, path: str, lora: LoraSettings | None = None):
-    """Return (config, layer, options, chunk) on a machine that says it has a GPU and Transformer Engine; building its
-    layers needs the package itself."""
+    """Return (config, layer, options, chunk) on a machine said to have a GPU and Transformer
+    Engine; building its layers needs the package itself."""
     asked, chunk = [], SimpleNamespace(rotary_pos_emb=SimpleNamespace())
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     monkeypatch.setattr(build, "HAVE_TE", True)
@@ -169,7 +173,7 @@ def what_megatron_is_told(monkeypatch, layout, path: str, lora: LoraSettings | N
         lambda **options: get_gpt_layer_local_spec(qk_layernorm=options["qk_layernorm"], normalization="RMSNorm"),
     )
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
-    with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
+    with pytest.raises(AttributeError, match="decoder"):  # no model is built here
         build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"), lora=lora)
     (((config, block), options),) = asked
     return config, block.layer_specs[0], options, chunk
@@ -210,7 +214,8 @@ def test_transformer_engine_is_told_of_gpt_oss_windows_sinks_biases_and_activati
 def test_experts_without_adapters_are_one_grouped_product_beside_adapters_too(
     monkeypatch, layout, paths, family, target, is_grouped
 ):
-    """One by one Megatron would add a bias in place to what Transformer Engine gives, which autograd forbids."""
+    """One by one Megatron would add a bias in place to Transformer Engine's output;
+    autograd forbids that."""
     monkeypatch.setattr(build, "norms_apart", lambda layer, is_dense: None)  # asks for the package
     lora = LoraSettings(rank=2, alpha=4.0, targets=("o_proj", target), seed=1)
     config = what_megatron_is_told(monkeypatch, layout, paths[family], lora)[0]
@@ -295,7 +300,8 @@ def test_transformer_engine_attends_with_keys_wider_than_values_if_it_has_a_kern
 
 
 class AttendsAsIts(torch.nn.Module):
-    """Takes what Transformer Engine's attention takes, rotated by Megatron already, and attends as ours does."""
+    """Takes the inputs of Transformer Engine's attention, rotated by Megatron already, and attends
+    as ours does."""
 
     def __init__(self, k_channels: int, v_channels: int, **options) -> None:
         super().__init__()
@@ -333,10 +339,12 @@ def test_beside_transformer_engine_a_latent_attention_is_ours_between_its_produc
     assert apart and attention.module is LatentSelfAttention
     assert attention.submodules.core_attention.module is PackedAttention
     assert config.softmax_scale == pytest.approx((0.1 * math.log(4.0) + 1) ** 2 / 24**0.5, rel=1e-12)
-    assert config.kv_channels == 12 and options["position_embedding_type"] == "none"  # the attention rotates
+    # the attention rotates
+    assert config.kv_channels == 12 and options["position_embedding_type"] == "none"
 
 
-@pytest.mark.parametrize("flat_share", [0.0, 0.9, 1.0])  # of the cut's place: which tensors share a flat bucket
+# of the cut's place: which tensors share a flat bucket
+@pytest.mark.parametrize("flat_share", [0.0, 0.9, 1.0])
 def test_no_bucket_ends_between_the_first_products_of_a_latent_attention(models, layout, flat_share):
     """At the sizes at which it would, if they were tensors like others."""
     specs = WeightSource(models["deepseek_v3"], layout).specs()
@@ -351,7 +359,8 @@ def test_no_bucket_ends_between_the_first_products_of_a_latent_attention(models,
 
 
 def _cuts(specs: list[TensorSpec], bucket_bytes: int, flat_share: float) -> bool:
-    """Return whether a bucket has one of a layer's two products alone, or not the one behind the other."""
+    """Return whether a bucket has only one of a layer's two products,
+    or not the one behind the other."""
     buckets = plan_buckets(specs, bucket_bytes, int(flat_share * bucket_bytes)).buckets
     assert sorted(name for bucket in buckets for name in bucket.names) == sorted(spec.name for spec in specs)
     pairs = {

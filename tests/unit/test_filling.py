@@ -1,4 +1,4 @@
-"""The filling of the queue, with a queue of its own and servers that are played: what ends, and what is counted."""
+"""The filling of the queue, with a queue of its own and played servers: its ends and its counts."""
 
 import asyncio
 import logging
@@ -17,7 +17,8 @@ pytestmark = pytest.mark.unit
 
 
 class Servers:
-    """Slots that are held until the requests are aborted. obeys_aborts: requests end then; else nothing ends them."""
+    """Slots held until the requests are aborted. obeys_aborts: requests end then;
+    else nothing ends them."""
 
     version = 0
     is_aborting = False
@@ -94,7 +95,8 @@ def test_slots_are_not_given_twice_while_requests_begin_slowly(has_baseline, num
 
 
 def test_a_failed_decision_ends_what_is_under_way_and_the_queue_takes_in_none_of_it():
-    """The queue was put back before: it does not know these groups any more, or has their samples to come."""
+    """The queue was put back before: it does not know these groups any more,
+    or has their samples to come."""
 
     async def scenario():
         servers = Servers(num_slots=2)

@@ -1,4 +1,5 @@
-"""The parts that a new GPU machine runs first (tests/gpu/first) start on the CPU, and say that they need a GPU."""
+"""The first parts for a new GPU machine (tests/gpu/first) start on the CPU,
+and name the missing GPU."""
 
 import json
 import os

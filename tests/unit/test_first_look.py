@@ -1,4 +1,5 @@
-"""What a run would refuse a minute after its start is refused in seconds, by a dry run and before servers start."""
+"""A run's early refusals come in seconds, from a dry run and before servers start,
+not after a minute."""
 
 import json
 from pathlib import Path
@@ -56,7 +57,7 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 
 def refusal(arguments: list[str], capsys) -> str:
-    """What a dry run and the launcher say, which is the same; nothing where the run would start."""
+    """The common words of a dry run and of the launcher; nothing if the run would start."""
     codes_and_words = []
     for run, started in (
         (lambda: main(["train", "--dry-run", *arguments]), 0),
@@ -154,7 +155,7 @@ def test_a_damaged_checkpoint_is_passed_over_as_the_run_does(arguments, tmp_path
     assert "holds no whole checkpoint" in words and "step_000004: trainer.json has another content" in words
 
 
-# ---------------------------------------------------------------------------------- a loss of one's own
+# ------------------------------------------------------------------------------ a loss of one's own
 
 
 OWN = "actor_rollout_ref.actor.loss_function=my_losses"

@@ -1,4 +1,4 @@
-"""What does not fit is printed with advice that can be followed: the plan accepts what it asked for."""
+"""A misfit is printed with advice that works: the plan accepts the advised values."""
 
 import re
 from pathlib import Path
@@ -57,10 +57,11 @@ def plan(capsys, *arguments: str) -> tuple[int, str]:
     ],
 )
 def test_the_advice_of_a_shortage_can_be_followed(recipe_name, model, capsys):
-    """As a reader would: every KEY=VALUE and `set KEY to VALUE` is pasted, and the GPU named after "such as" taken."""
+    """As a reader would: every KEY=VALUE and `set KEY to VALUE` is pasted, and the GPU named after
+    "such as" taken."""
     arguments = ["--config", recipe(recipe_name), "--model", model]
     code, printed = plan(capsys, *arguments)
-    for _ in range(2):  # a server's GPU may change what the trainer needs
+    for _ in range(2):  # a server's GPU may change the trainer's needs
         if code:
             gpus = re.findall(r"such as (\w+)", printed)
             arguments += [*KEY.findall(printed), *(f"{key}={value}" for key, value in SET.findall(printed))]
@@ -70,7 +71,8 @@ def test_the_advice_of_a_shortage_can_be_followed(recipe_name, model, capsys):
 
 
 def test_a_model_that_no_node_serves_is_said_to_be_that(capsys):
-    """DeepSeek-V3: 1342 GB in bfloat16 are 168 on each of 8 GPUs, of which SGLang takes 82 %; no GPU has 205 GB."""
+    """DeepSeek-V3: 1342 GB in bfloat16 are 168 on each of 8 GPUs, of which SGLang takes 82 %; no
+    GPU has 205 GB."""
     code, printed = plan(capsys, "--config", recipe("dapo_32b"), "--model", "deepseek-v3")
     assert code == 2
     assert re.search(
@@ -110,7 +112,8 @@ def test_what_is_said_to_fit_passes_all_checks(model):
 )
 def test_a_server_beyond_a_node_is_refused_before_a_job_is_asked_for(overrides, words, capsys):
     arguments = ["--config", recipe("dapo_32b"), *(f"{SERVER}.{text}" for text in overrides)]
-    arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")  # 64 heads, which 16 divides
+    # 64 heads, which 16 divides
+    arguments.append("actor_rollout_ref.model.path=models/Qwen2.5-72B")
     code, printed = plan(capsys, *arguments)
     assert code == 2 and words in printed
     assert slurm_main(["plan", *arguments]) == 2

@@ -1,4 +1,5 @@
-"""Objects with arrays come back as they were, as bytes and through a pipe; the arrays are views of the bytes."""
+"""Objects with arrays come back as they were, as bytes and by pipe;
+arrays are views of the bytes."""
 
 import os
 import pickle
@@ -76,7 +77,8 @@ def test_where_the_other_end_closes_the_end_is_seen():
 
 
 def test_what_was_sent_is_whole_before_it_is_received_and_leaves_no_open_file():
-    """So a sender that dies leaves no half of an object behind, and nobody waits for the rest of one."""
+    """So a dying sender leaves no half of an object behind,
+    and nobody waits for the rest of one."""
     num_open = len(os.listdir("/proc/self/fd"))
     here, there = Pipe()
     send(there, np.arange(10**6))

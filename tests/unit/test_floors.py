@@ -1,6 +1,7 @@
-"""Imports point down: a folder of the program imports lower floors and itself, nothing beside or above it.
+"""Imports point down: a folder of the program imports only lower floors and itself.
 
-The core is what a training step needs. Beside it stand the commands and the launcher, which it never imports.
+The core is the code of a training step. Beside it stand the commands and the launcher;
+it never imports them.
 """
 
 import ast
@@ -30,11 +31,13 @@ FLOORS = (
 BESIDE = ("commands", "__main__", "launch")  # the core, all other parts, never imports them
 MAX_FILES, MAX_LINES = 25, 3700  # of a room: a folder without its subfolders
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")  # they may use the program, not the reverse
+# they may use the program, not the reverse
+OUTSIDE = ("examples", "tests", "benchmarks", "checkpoints_tools")
 
 
 def part_of(module: str) -> str | None:
-    """`megatron_dapo.servers.client` -> `servers`; None for other people's modules and for `megatron_dapo` itself."""
+    """`megatron_dapo.servers.client` -> `servers`; None for other people's modules
+    and for `megatron_dapo` itself."""
     names = module.split(".")
     if names[0] == "megatron_dapo":
         return names[1] if len(names) > 1 else None
@@ -42,7 +45,8 @@ def part_of(module: str) -> str | None:
 
 
 def imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything that a module imports, in functions too; relative imports resolved."""
+    """Line and full name of every import of a module, in functions too;
+    relative imports resolved."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -93,7 +97,8 @@ def test_every_part_of_the_program_has_a_floor():
 
 
 def test_the_core_imports_nothing_that_stands_beside_it():
-    """Follows from the order of the floors, as long as what stands beside the core is above all of it."""
+    """Follows from the order of the floors, as long
+    as the parts beside the core are above all of it."""
     lowest = min(FLOOR_OF[part] for part in BESIDE)
     assert {part for part, floor in FLOOR_OF.items() if floor >= lowest} == set(BESIDE)
 
@@ -119,7 +124,7 @@ def test_file_names_are_unique_in_the_core():
 
 
 def test_a_package_holds_a_docstring_and_nothing_else():
-    """But for what must happen before any module of a room imports megatron.core."""
+    """Except for preparations that every room needs before its first import of megatron.core."""
     prepare = "from megatron_dapo.platform.device import prepare_megatron\nprepare_megatron()"
     more = [
         str(path.relative_to(ROOT))
@@ -143,7 +148,8 @@ def test_a_package_holds_a_docstring_and_nothing_else():
         ("megatron_dapo.trainer", "from tests.helpers import run_torchrun"),
         ("megatron_dapo.trainer", "from megatron_dapo.config.loader import _parse"),
         ("megatron_dapo.trainer", "from megatron_dapo.nowhere import thing"),
-        ("megatron_dapo", "from megatron_dapo.config import Config"),  # else every import of a part imports config
+        # else every import of a part imports config
+        ("megatron_dapo", "from megatron_dapo.config import Config"),
     ],
 )
 def test_an_import_that_points_elsewhere_is_found(module, source):

@@ -28,7 +28,8 @@ BOUND = "algorithm.rollout_correction.max_mismatch"
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_mean_and_the_samples_shares_count_the_tokens_of_these_weights_alone(packed):
-    """Against a loop over the samples themselves: the model's tokens, by no replayed sample, of version 0."""
+    """Against a loop over the samples themselves: the model's tokens, by no replayed sample,
+    of version 0."""
     groups = with_replayed(synthetic_groups(64, num_groups=4, n=3))
     samples = assemble(groups)
     batches = [collate(part, pad_multiple=4, packed=packed) for part in (samples[:5], samples[5:], [])]
@@ -77,7 +78,8 @@ def test_a_response_over_two_versions_is_compared_where_the_current_one_wrote_it
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_with_older_tokens_all_but_replayed_ones_are_checked(packed):
-    """Of versions 6 and 7, the newest first in the servers' favour: 7's are right, 6's are off by 2."""
+    """Of versions 6 and 7, the newest first in the servers' favour: 7's are right,
+    6's are off by 2."""
     (group,) = synthetic_groups(64, num_groups=1, n=3)
     lengths = [sample.num_response_tokens for sample in group.samples]
     samples = [
@@ -147,7 +149,7 @@ def test_of_many_servers_the_worst_are_named():
 
 
 def test_a_critic_does_not_learn_before_the_batch_was_checked():
-    """It learns before the policy, whose one forward pass would tell too late."""
+    """It learns before the policy: the policy's one forward pass would tell too late."""
     one_step = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     assert not needs_old_log_probs(load_config(None, one_step))
     assert needs_old_log_probs(load_config(None, [*one_step, *PPO]))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 
 
 def in_background(write: Callable[[], list]) -> tuple[PendingSave, list]:
-    """A save that a forked process writes, and where its results are put when it is finished."""
+    """A save by a forked process, and the place of its results at the finish."""
     results: list = []
     return PendingSave(SingleRank(), Path("folder"), write, results.extend, background=True), results
 
@@ -153,7 +153,8 @@ def test_a_trainer_with_several_threads_has_a_writer_that_ends():
 
 
 def test_full_disk_is_called_a_full_disk():
-    """torch raises this, about its own positions in the file, while the system's error is being handled."""
+    """torch raises this, about its own positions in the file,
+    during the handling of the system's error."""
     with pytest.raises(RuntimeError) as caught:
         try:
             raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""The KL over the whole vocabulary from hidden states: its number, its gradient, and what it holds in memory.
+"""The KL over the whole vocabulary from hidden states: its number, its gradient, its memory.
 
 Over ranks, and inside the training head: tests/distributed/test_head.py and test_full_kl.py.
 """
@@ -61,7 +61,7 @@ def test_between_equal_models_it_is_exactly_0(dtype):
 
 
 def test_far_apart_it_stays_finite():
-    """Where q has no float32 number left the difference of log-probs is finite all the same."""
+    """Even if q has no float32 number left, the difference of log-probs is finite."""
     hidden, weight, *_ = case(5, 4, 30, torch.float32)
     hidden.requires_grad_()
     kl = linear_full_kl(hidden, weight, -200 * hidden.detach(), weight)
@@ -116,6 +116,7 @@ def test_a_reference_of_another_vocabulary_is_refused():
 def test_it_holds_two_chunks_of_logits_and_nothing_of_the_size_of_all():
     chunk = 32 * VOCABULARY * 4
     few, many = peak_of_training(256, 32), peak_of_training(512, 32)
-    # two buffers per model; the weight's gradient, a quarter of one, while it is handed over; some numbers per row
+    # two buffers per model; the weight's gradient, a quarter of one, while it is handed over; some
+    # numbers per row
     assert few < 5.5 * chunk
     assert many - few < 256 * 1024, "grows with the rows by more than a kilobyte each"

@@ -1,4 +1,5 @@
-"""What the training head refuses, checks and leaves alone. Its numbers: tests/distributed/test_head.py."""
+"""Refusals, checks and untouched cases of the training head.
+Numbers: tests/distributed/test_head.py."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""What the layers fuse on a GPU changes no gradient: SwiGLU, and weight gradients accumulated by their products."""
+"""Fusions on a GPU change no gradient: SwiGLU, and weight gradients accumulated
+by their products."""
 
 import pytest
 import torch
@@ -48,8 +49,9 @@ def test_the_fused_activation_gives_the_same_gradients(layout, model_path):
 
 
 class Product(torch.autograd.Function):
-    """x W^T by the contract of Transformer Engine 2.20's Linear with fuse_wgrad_accumulation (module/linear.py): the
-    gradient of the weight goes to its main_grad, autograd gets one that nobody may read, the parameter is marked."""
+    """x W^T by the contract of Transformer Engine 2.20's Linear with fuse_wgrad_accumulation
+    (module/linear.py). The weight's gradient goes to its main_grad, autograd gets an unreadable
+    one, the parameter is marked."""
 
     num_fused = 0
 
@@ -100,4 +102,4 @@ def test_products_that_accumulate_weight_gradients_are_asked_to_and_nothing_is_a
     got = gradients(made, mini_batches)
     assert Product.num_fused == 2 * 2 * len(mini_batches[0]) > 4
     assert_equal(got, expected)
-    assert_equal(gradients(made, mini_batches), expected)  # and again: what was marked is unmarked
+    assert_equal(gradients(made, mini_batches), expected)  # and again: the mark is gone

@@ -1,4 +1,5 @@
-"""The GPU tests load where nothing but torch, triton, numpy and pytest is installed, and say why they are skipped."""
+"""The GPU tests load with only torch, triton, numpy and pytest,
+and give a reason for their skips."""
 
 import os
 import re
@@ -13,7 +14,7 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-# torch, triton, numpy, pytest and what they need themselves
+# torch, triton, numpy, pytest and their own needs
 BARE = (
     "torch torchgen functorch triton numpy numpy.libs pytest _pytest py.py pluggy iniconfig packaging pygments sympy "
     "mpmath networkx jinja2 markupsafe filelock fsspec typing_extensions.py"
@@ -23,7 +24,7 @@ START = "import sys; sys.path[:0] = [sys.argv.pop(1)]; import pytest; sys.exit(p
 
 @pytest.fixture(scope="module")
 def bare_packages(tmp_path_factory) -> Path:
-    """A folder with these packages alone."""
+    """A folder with only these packages."""
     folder, installed = tmp_path_factory.mktemp("bare"), Path(sysconfig.get_paths()["purelib"])
     for name in BARE:
         for package in [*installed.glob(name), *installed.glob(f"{name}-*.dist-info")]:

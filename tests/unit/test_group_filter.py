@@ -49,7 +49,7 @@ GROUPS = ["data.train_batch_size=2", "algorithm.filter_groups.enable=true"]
         ((False, False), (0.0, 0.0), (0.0, -0.5), {"acc", "score"}),
         # partial credit: right by none, told apart by the verifier's score, made equal by shaping
         ((False, False), (0.5, 0.0), (0.0, 0.0), {"acc", "seq_reward", "seq_final_reward"}),
-        # equal numbers whose computed deviation is not 0
+        # equal numbers with a computed deviation other than 0
         ((False, False, False), (0.1,) * 3, (0.1,) * 3, {"acc", "score", "seq_reward", "seq_final_reward"}),
         ((True,), (1.0,), (1.0,), set()),  # a group of one passes
     ],
@@ -87,7 +87,7 @@ def test_filter_groups_stops_at_its_limit_and_never_where_the_limit_is_not_posit
     for number in range(1, rounds):
         assert not queue.is_ready()
         run_gen_batch(queue, 2 * number, [ALL_WRONG, ALL_RIGHT])
-    if limit > 0:  # trains on what there is
+    if limit > 0:  # trains on all there is
         assert queue.is_ready() and indices(queue.take().groups) == [0]
     else:
         assert not queue.is_ready()
@@ -110,7 +110,7 @@ def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     queue = make_queue(load_config(None, MASK))
     queue.begin(1, weight_version=1)
     run_gen_batch(queue, 0, [ALL_RIGHT, MIXED, ALL_WRONG])
-    assert queue.is_ready()  # one gen batch, whatever it held
+    assert queue.is_ready()  # one gen batch, of any contents
     state = from_bytes(to_bytes(queue.state_dict()))
     result = queue.take()
     assert indices(result.groups) == [0, 1, 2] and [group.keep for group in result.groups] == [False, True, False]
@@ -137,8 +137,8 @@ def test_a_step_whose_groups_are_all_masked_is_handed_over_all_the_same():
 
 
 def test_the_advantages_of_a_masked_group_are_0_and_its_tokens_still_count():
-    """Groups of 3 + 4 tokens. Kept: A = +-1/sqrt(2). Masked: shaped rewards that differ would have given the same.
-    Token-mean at ratio 1: -(3 - 4) / sqrt(2) over 14 tokens, not over 7."""
+    """Groups of 3 + 4 tokens. Kept: A = +-1/sqrt(2). Masked: shaped rewards that differ would have
+    given the same. Token-mean at ratio 1: -(3 - 4) / sqrt(2) over 14 tokens, not over 7."""
     groups = [make_group("a", [1.0, 0.0]), replace(make_group("b", [0.0, -0.5]), keep=False)]
     samples = assemble(groups)
     root = 2**-0.5
@@ -162,8 +162,8 @@ def test_a_masked_group_stays_at_0_when_the_group_is_estimated_again():
 
 
 def test_estimates_per_token_are_masked_after_they_were_whitened(monkeypatch):
-    """Discounted returns with gamma 1 are the reward at every token: 3 x 1, 4 x 0, 3 x 0, 4 x -1 in all. The moments
-    are those of the whole step, masked groups included."""
+    """Discounted returns with gamma 1 are the reward at every token: 3 x 1, 4 x 0, 3 x 0, 4 x -1 in
+    all. The moments are those of the whole step, masked groups included."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     groups = [make_group("a", [1.0, 0.0]), replace(make_group("b", [0.0, -1.0]), keep=False)]
     samples = assemble(groups, estimator="reinforce_plus_plus")

@@ -1,4 +1,4 @@
-"""Responses to one prompt that are scored together wait for each other, and for none that does not come."""
+"""Responses to one prompt scored together wait for each other, but never for a missing one."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The trainer's handle: the same answers across the process border, every failure reported, no child left behind."""
+"""The trainer's handle: same answers across processes, failures reported, no child left behind."""
 
 import logging
 import multiprocessing
@@ -72,7 +72,8 @@ def test_batches_evaluation_state_and_errors_cross_the_process_border(folder):
             assert numbers(batch) == [0, 1, 2, 3]
             texts = [[sample.response_text for sample in group.samples] for group in batch.groups]
             assert all(all(of_group) for of_group in texts[:3]) and not any(texts[3]), "those that are shown"
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # they reach the whole terminal or job step
+            # they reach the whole terminal or job step
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(handle.pid, number)
             state = handle.state_dict()
             assert numbers(handle.next_batch(2, 1)) == [5, 6, 7, 8]
@@ -161,7 +162,8 @@ def test_a_step_that_is_asked_to_stop_keeps_its_finished_groups_and_goes_on_else
         with handle_on(config) as handle:
             assert numbers(handle.next_batch(1, 1, lambda: False)) == [0, 1, 2, 3]
             num_before = sum(server.script.num_answers.values())
-            server.script.delays = [600.0] * 4 + [0.0] * 4  # taken from the end: the last four would take minutes
+            # taken from the end: the last four would take minutes
+            server.script.delays = [600.0] * 4 + [0.0] * 4
             with pytest.raises(Interrupted, match="step 2"):
                 handle.next_batch(2, 1, lambda: sum(server.script.num_answers.values()) == num_before + 4)
             state = handle.state_dict()

@@ -1,4 +1,4 @@
-"""Fused kernels are used where their check passes, and given up loudly where it does not."""
+"""Fused kernels are used after a passed check, and given up loudly after a failed one."""
 
 import logging
 import math
@@ -29,7 +29,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture
 def options(layout, spec):
-    """actor.key=value ... -> what the head is built with; nothing is remembered from another test."""
+    """actor.key=value ... -> arguments of the head; nothing is remembered from another test."""
     module._all_ranks_pass.cache_clear()
     return lambda *pairs: module.head_options(
         load_config(None, [f"actor_rollout_ref.actor.{pair}" for pair in pairs]), layout, spec

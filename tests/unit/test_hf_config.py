@@ -70,7 +70,7 @@ def test_new_and_old_names_of_the_rotary_settings_mean_the_same():
         ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor: null", "a number above 0"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}},
          ["original_max_position_embeddings: null", "a whole number above 0"]),
-        # transformers and SGLang take the first of these two, whose type may be another
+        # transformers and SGLang take the first of these two, perhaps with another type
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"rope_theta": 1e6}}, ["differ; keep"]),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor: 0.5"]),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, ["rope_parameters", "all layers"]),
@@ -217,7 +217,8 @@ def test_deepseek_v3_is_read_as_published_but_for_its_fp8():
     )  # fmt: skip
     assert spec.latent == LatentAttention(q_rank=1536, kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128)
     assert (spec.head_dim, spec.rotary_dim, spec.value_dim, spec.rotary_interleaved) == (192, 64, 128, True)
-    # DeepSeek's own code multiplies the root of 192 by the square of 0.1 x mscale_all_dim x ln 40 + 1
+    # DeepSeek's own code multiplies the root of 192 by the square
+    # of 0.1 x mscale_all_dim x ln 40 + 1
     assert attention_scale(spec) == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192), rel=1e-12)
     # "671B total parameters with 37B activated", arXiv 2412.19437
     assert sum(math.prod(shape) for shape in hf_tensors(spec).values()) == 671_026_419_200
@@ -284,7 +285,8 @@ def test_gpt_oss_is_read_as_published_but_for_its_mxfp4():
     assert (spec.activation, spec.glu_limit) == ("quick_gelu", 7.0)
     assert spec.attention_sinks and spec.linear_biases and spec.qkv_bias and not spec.rope_scaling.truncate
     assert attention_scale(spec) == pytest.approx((0.1 * math.log(32) + 1) ** 2 / 8, rel=1e-12)
-    # arXiv 2508.10925, table 1: 20.91B, 3.61B of them active; 116.83B and 5.13B; the embedding is not active
+    # arXiv 2508.10925, table 1: 20.91B, 3.61B of them active; 116.83B and 5.13B;
+    # the embedding is not active
     for config, total, active in ((GPT_OSS_20B, 20.91, 3.61), (GPT_OSS_120B, 116.83, 5.13)):
         spec = model_spec(config)
         assert round(sum(math.prod(shape) for shape in hf_tensors(spec).values()) / 1e9, 2) == total
@@ -356,7 +358,7 @@ GLM4 = {
 
 
 def test_glm_4_9b_is_read_whole():
-    """9.4 billion parameters. Fields that are absent are what transformers takes for them, which are its own."""
+    """9.4 billion parameters. Absent fields have transformers' defaults: this model's own."""
     spec = model_spec(GLM4)
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rotary_dim) == (32, 2, 128, 64)
     assert spec.qkv_bias and spec.output_norms and spec.rotary_interleaved and not spec.qk_norm
@@ -416,7 +418,7 @@ def test_gemma_3_has_two_kinds_of_rotary_settings_under_new_and_old_names():
     assert model_spec(GEMMA3 | old) == spec
     assert (spec.rope_theta, spec.rope_scaling, spec.windows.rope_theta) == (2e6, RopeScaling("linear", 8.0), 3e4)
     assert spec.of_local_layers().rope_scaling is None
-    # absent: what transformers takes
+    # absent: transformers' default
     absent = model_spec(bare)
     assert (absent.rope_theta, absent.windows.rope_theta) == (1e6, 1e4)
     by_layer = ["full_attention", *["sliding_attention"] * 25]
@@ -454,7 +456,7 @@ def test_what_is_not_supported_of_gemma_3_is_named(change, named):
 
 
 def test_what_one_family_takes_or_refuses_holds_for_that_family_alone(monkeypatch):
-    """As Mistral: `sliding_window` acts by itself, where Qwen2 reads it with use_sliding_window alone."""
+    """As Mistral: `sliding_window` acts by itself, but for Qwen2 only with use_sliding_window."""
     own = {**DENSE, "sliding_window": lambda value: value is None, "attention_bias": lambda value: True}
     monkeypatch.setitem(FAMILIES, "ToyForCausalLM", Family(architecture="ToyForCausalLM", server_class="", neutral=own))
 

@@ -1,7 +1,8 @@
-"""Nothing in the loss path needs a value on the host: it runs on tensors that have none.
+"""Nothing in the loss path needs a value on the host: it runs on tensors without values.
 
-On the `meta` device a tensor has a shape and no contents, so `.item()`, `.tolist()`, `.cpu()`, `nonzero` and every
-shape that depends on values raise. What whole optimizer steps wait for: tests/unit/test_training_checks.py.
+On the `meta` device a tensor has a shape and no contents, so `.item()`, `.tolist()`, `.cpu()`,
+`nonzero` and every shape that depends on values raise. For waits of whole optimizer steps see
+tests/unit/test_training_checks.py.
 """
 
 from dataclasses import fields, replace

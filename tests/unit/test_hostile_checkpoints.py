@@ -1,4 +1,5 @@
-"""A checkpoint of somebody else: nothing that it names is run, on any way in, and one sentence names its file."""
+"""A stranger's checkpoint: nothing named in it is run, on any way in;
+one sentence names its file."""
 
 import io
 import json
@@ -40,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Harmful:
-    """Leaves a file in the current folder where it is unpickled."""
+    """Leaves a file in the current folder when unpickled."""
 
     def __reduce__(self):
         return (open, ("harm", "w"))
@@ -105,7 +106,7 @@ EVILS = {"index": evil_index, "common": evil_common, "tensor": evil_tensor}
 
 
 def spoiled(checkpoint: Path, evil: Callable[[Path], Path]) -> Path:
-    """The file, in a checkpoint whose manifest is right."""
+    """The file, in a checkpoint with a right manifest."""
     path = evil(checkpoint / "megatron")
     write_manifest(checkpoint, ["model"], flush=False)
     return path

@@ -1,4 +1,5 @@
-"""Rules of the house that a machine can hold: what stands where, and what is never in any file."""
+"""Rules of the house that a machine can hold: places of things,
+and words banned from every file."""
 
 import ast
 import io
@@ -32,7 +33,7 @@ FOLDERS = (
 )
 CODE = ("megatron_dapo", "launch", "examples", "benchmarks", "checkpoints_tools", "requirements", "tests")
 PROGRAM = ("megatron_dapo", "launch", "checkpoints_tools")
-# names that were replaced, and what to look for instead
+# replaced names, and their successors
 REPLACED = {
     "Entrant": "ServerMember",
     "Mixture": "MoEConfig",
@@ -47,7 +48,7 @@ REPLACED = {
     "inert_checks": "unused_keys",
     "set_going": "resume",
 }
-# variables are named after what they hold; these say only how it came there, or whose it is
+# variables are named after their contents; these tell only of origin or owner
 UNCLEAR = {"found", "given", "mine", "pieces", "theirs", "told"}
 MAX_LINES = 500
 # written so that this file keeps its own rules
@@ -76,7 +77,8 @@ def name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rules ask of a Python file. adaptations: those that are imported with it."""
+    """A Python file as far as the rules ask. adaptations:
+    CPU adaptations imported along with it."""
 
     docstring: str | None
     swallowing: list[int]
@@ -230,7 +232,8 @@ def test_no_name_that_was_replaced_comes_back():
 
 
 def unclear_variables(nodes: Sequence[ast.AST]) -> list[str]:
-    """Return "line: name" of variables and parameters in UNCLEAR. Fields of a class are attributes: not meant."""
+    """Return "line: name" of variables and parameters in UNCLEAR.
+    Fields of a class are attributes: not meant."""
     fields = {
         statement.target
         for node in nodes

@@ -1,4 +1,5 @@
-"""Promise of `make house`: its figures are those of the files, and a record type that is gone is named."""
+"""Promise of `make house`: its figures are those of the files,
+and a missing record type is named."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a key names as package.module:attribute is looked for in the source files, of which nothing runs."""
+"""A key's package.module:attribute is looked up in the source files, and nothing of them runs."""
 
 import pytest
 
@@ -18,7 +18,7 @@ ENDS = "raise SystemExit('this ran')\n"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The folder that a run is started in, with code that ends whatever runs it."""
+    """The folder of a run's start, with code that ends any process running it."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_pkg").mkdir()
     (tmp_path / "own_pkg" / "__init__.py").write_text(f"import absent_package\n{ENDS}")

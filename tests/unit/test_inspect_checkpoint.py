@@ -1,4 +1,5 @@
-"""inspect_checkpoint: what a folder holds as torch wrote it, faults by name, and differences tensor by tensor."""
+"""inspect_checkpoint: a folder's tensors as torch wrote them, faults by name,
+tensor-wise differences."""
 
 import json
 import math
@@ -33,7 +34,7 @@ def make(path: Path, state: dict | None = None, contents=("model", "optimizer"))
     (path / "hf" / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 4, "torch_dtype": "x"}))
     (path / "trainer.json").write_text(json.dumps(STATE))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # no process group: that is meant
+        warnings.simplefilter("ignore", UserWarning)  # no process group: on purpose
         dcp.save({**(state or tensors()), "rng": {"states": [1, 2]}}, checkpoint_id=path / "megatron", no_dist=True)
     torch.save({"common": COMMON}, path / "megatron" / "common.pt")
     write_manifest(path, contents, flush=False)
@@ -109,7 +110,7 @@ def test_a_flipped_bit_is_found_by_verify(checkpoint, capsys):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert report(capsys, checkpoint)["is_whole"]  # sizes alone
+    assert report(capsys, checkpoint)["is_whole"]  # only sizes
     shown = report(capsys, checkpoint, "--verify", code=1)
     assert path.name in shown["damage"][0]
 

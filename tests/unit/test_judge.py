@@ -1,4 +1,5 @@
-"""A judge behind an OpenAI-compatible endpoint: what it is asked, what is read, and what a failure costs."""
+"""A judge behind an OpenAI-compatible endpoint: its questions, the reading of answers,
+the cost of a failure."""
 
 import asyncio
 import gzip
@@ -26,8 +27,8 @@ RIGHT = RewardResult(1.0, True)
 
 
 class Endpoint:
-    """Answers with what `answer` makes of a question. hold: while it is not set, answers wait. statuses: of the next
-    requests, before it answers again."""
+    """Answers with the result of `answer` for a question. hold: while it is not set, answers wait.
+    statuses: of the next requests, before it answers again."""
 
     def __init__(self, answer=lambda question: "Score: 5", statuses=()):
         self.answer = answer
@@ -194,7 +195,7 @@ def test_the_score_at_the_end_of_a_long_answer_is_read():
 
 
 def test_a_pattern_that_never_ends_costs_its_own_verdict(monkeypatch):
-    """Where its search holds the event loop, nothing else goes on, and no limit ends it."""
+    """While its search holds the event loop, nothing else goes on, and no limit ends it."""
     monkeypatch.setattr("megatron_dapo.rewards.judge._SEARCH_S", 1.0)
     endpoint = Endpoint(lambda question: "a" * 64 + "!" if question.endswith("slow") else "a 5")
     keys = [r"reward.judge.pattern=^(?:a+)+\s(\d)$"]

@@ -1,4 +1,5 @@
-"""Answers judged one by one: `math_verify` gives the judgement, `math_dapo` gives verl's verdict."""
+"""Answers judged one by one: `math_verify` gives the judgement,
+`math_dapo` gives verl's verdict."""
 
 import math_verify as sympy_verify
 import pytest

@@ -1,4 +1,4 @@
-"""What the GPU tests ask of the kernels, asked of the CPU at small sizes: the checks themselves are known to run."""
+"""The GPU tests' demands on the kernels, on the CPU at small sizes: the checks themselves work."""
 
 from dataclasses import replace
 

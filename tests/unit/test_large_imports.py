@@ -1,4 +1,4 @@
-"""Large imports are left alone by the garbage collector, then and later; everything else is not."""
+"""The garbage collector leaves large imports in peace, then and later; nothing else."""
 
 import gc
 

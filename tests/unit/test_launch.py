@@ -109,7 +109,7 @@ SAY_WHY = "from megatron_dapo.common.ends import own_folder; print('asked by', o
 
 
 def run_in(folder: Path, code: str) -> None:
-    """run_local with two ranks of `code`, in this process, whose output goes to files."""
+    """run_local with two ranks of `code`, in this process, its output in files."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
     overrides = [f"trainer.run_dir={folder}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
@@ -118,8 +118,8 @@ def run_in(folder: Path, code: str) -> None:
 
 @contextmanager
 def launcher(folder: Path, code: str) -> Iterator[multiprocessing.Process]:
-    """A process that runs `run_in`, from when both ranks are up. It is forked from one that has imported torch: that
-    takes longer than all that these tests look at."""
+    """A process that runs `run_in`, from the moment both ranks are up. It is forked from one with
+    torch imported: the import takes longer than these tests."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["launch.local", "launch.trainer_ranks"])
     process = context.Process(target=run_in, args=(folder, code))

@@ -1,7 +1,9 @@
-"""Which groups are trained on does not depend on how long their responses take, where long means late.
+"""The choice of training groups does not depend on their responses' lengths,
+though long means late.
 
-A discrete-event simulation (`commands/plan/simulation.py`) drives the program's own queue and admission; then the
-controller itself, with servers that sleep for as long as a response is long.
+A discrete-event simulation (`commands/plan/simulation.py`) drives the program's own queue and
+admission. Then comes the controller itself, with servers that sleep in proportion to a response's
+length.
 """
 
 import asyncio
@@ -25,19 +27,20 @@ pytestmark = pytest.mark.unit
 
 LENGTHS = Lengths(median=60, sigma=0.9, longest=1000)
 ACCEPTANCE = 0.45
-# servers that could run ahead of the trainer, so that the bound on the age is what holds them
+# servers that could run ahead of the trainer, so that only the bound on the age holds them
 MACHINES = Machines(num_servers=4, slots_per_server=16, token_s=0.01, train_s=4.0, push_s=0.1)
 N = 4
 
 
 def drop_late(samples):
-    """Return why a group is dropped: it has no signal, or a push came while one of its responses was written."""
+    """Return why a group is dropped: no signal, or a push during one of its responses."""
     is_late = any(sample.weight_versions[0] != sample.weight_versions[-1] for sample in samples)
     return by_correctness("strict")(samples) or ("late" if is_late else None)
 
 
 def trained_over_drawn(max_staleness: int, filter_reason: FilterReason | None = None) -> float:
-    """Return the mean length of trained responses over that of all drawn ones, of groups with signal."""
+    """Return the mean length of trained responses over that of all drawn ones,
+    of groups with signal."""
     recipe = Recipe(train_batch_size=16, gen_batch_size=64, n=N, max_staleness=max_staleness, num_steps=100)
     simulation = Simulation(MACHINES, recipe, random_draws(LENGTHS, ACCEPTANCE, N, seed=2), filter_reason)
     simulation.run()
@@ -54,7 +57,7 @@ def test_trained_responses_are_as_long_as_drawn_ones(max_staleness):
 
 @pytest.mark.parametrize(("max_staleness", "shorter_by"), [(1, 0.04), (2, 0.08)])
 def test_a_rule_that_drops_late_groups_would_train_on_shorter_ones(max_staleness, shorter_by):
-    """By as many whole per cent as docs/rollout.md says."""
+    """By the whole per cents of docs/rollout.md."""
     assert round(1 - trained_over_drawn(max_staleness, drop_late), 2) == shorter_by
 
 
@@ -111,7 +114,8 @@ def trained_by_controller(folder, recipe: Recipe) -> list[Group]:
 
 
 def controller_trained_over_drawn(groups: list[Group]) -> float:
-    """Return the mean length of trained responses over that of all draws with signal until the last trained one."""
+    """Return the mean length of trained responses over that of all draws with signal
+    until the last trained one."""
     last = int(groups[-1].uid.partition("-")[0])
     drawn = [draw for draw in map(CONTROLLED_DRAWS, range(last + 1)) if draw.has_signal]
     trained = [len(sample.response_tokens) for group in groups for sample in group.samples]
@@ -123,7 +127,8 @@ def test_the_controller_trains_on_responses_as_long_as_drawn_ones(folder, max_st
     groups = trained_by_controller(folder, replace(CONTROLLED, max_staleness=max_staleness))
     assert len(groups) == CONTROLLED.num_steps * CONTROLLED.train_batch_size
     assert controller_trained_over_drawn(groups) == pytest.approx(1.0, abs=0.01)
-    # so that what is shown is not that of a controller that waits: some responses were written by several versions
+    # so that the result is not that of a waiting controller:
+    # some responses were written by several versions
     assert any(len(set(sample.weight_versions)) > 1 for group in groups for sample in group.samples)
 
 
@@ -134,10 +139,11 @@ def test_a_controller_that_drops_late_groups_would_train_on_shorter_ones(folder,
 
 
 def test_the_simulation_takes_the_time_that_is_computed_by_hand():
-    """One group of two responses at a time, of 10 and 30 tokens of 0.1 s: 3 s of rollout, 2 s of training, 1 s of push.
+    """One group of two responses at a time, of 10 and 30 tokens of 0.1 s. They take 3 s of rollout,
+    2 s of training, 1 s of push.
 
-    With K = 1 the next group is written while the trainer trains: only 1 s of its 3 is left, since none is written in
-    the push.
+    With K = 1 the next group is written while the trainer trains. Only 1 s of its 3 is left, since
+    none is written in the push.
     """
 
     def draw(number: int) -> Draw:

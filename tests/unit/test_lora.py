@@ -1,4 +1,5 @@
-"""LoRA in one process: loss, gradients and merged weights are those of W + alpha / rank x B A in float64."""
+"""LoRA in one process: loss, gradients and merged weights equal W + alpha / rank x B A in
+float64."""
 
 import shutil
 from copy import deepcopy
@@ -160,7 +161,7 @@ def in_float64(path: Path):
 
 @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.num_adapted])
 def test_adapters_of_other_families_have_the_loss_of_their_product_in_float64(layout, folder, tmp_path, family):
-    """Experts' are named as in PEFT files of models whose experts are modules."""
+    """Experts' are named as in PEFT files of models with experts as modules."""
     model = make_tiny(tmp_path / "model", family, layers=2, vocab=67)
     shutil.copy(folder / "model" / "chat_template.jinja", model)
     tensors = make_adapter(tmp_path / "in", model, RANK, ALPHA)
@@ -187,12 +188,14 @@ def test_adapters_of_other_families_have_the_loss_of_their_product_in_float64(la
 
 @pytest.mark.parametrize("num_experts", [None, 8])
 def test_transformer_engines_norms_stand_apart_beside_adapters(num_experts, monkeypatch):
-    """An adapter is given what the product behind the norm is given. Their names are those of our own layers."""
+    """An adapter gets the input of the product behind the norm.
+    Their names are those of our own layers."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
 
-    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)  # absent as the package is
+    # absent as the package is
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.20"))
     layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=num_experts, qk_layernorm=True)
     norms_apart(layer, is_dense=num_experts is None)

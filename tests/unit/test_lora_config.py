@@ -1,4 +1,4 @@
-"""Keys of LoRA: each mistake is one sentence that names key, value and cure; what the plan makes of them."""
+"""Keys of LoRA: each mistake is one sentence with key, value and cure; effects on the plan."""
 
 import json
 
@@ -89,7 +89,8 @@ def test_targets_are_in_the_order_of_a_layer_and_one_name_is_a_list_of_one():
 
 
 def test_the_plan_counts_frozen_weights_at_two_bytes_and_no_reference():
-    """Qwen3-8B: rank 16 has 43.6 M parameters (0.5 %); full training takes 18 bytes each of 8.2 G."""
+    """Qwen3-8B: rank 16 has 43.6 M parameters (0.5 %);
+    full training takes 18 bytes each of 8.2 G."""
     spec = model_spec(model_json_named("qwen3-8b"))
     kl = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_coef=0.1"]
     config = load_config(None, [RANK, *kl, f"{MEGATRON}.use_distributed_optimizer=false"])

@@ -1,4 +1,4 @@
-"""Promises of what the config makes of the loss."""
+"""The config's effects on the loss."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Promises of a loss of the user's own: it is the built-in one where it computes that, and mistakes are sentences."""
+"""A loss of the user's own with the built-in formula is the built-in one;
+mistakes are sentences."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""Promise of the tests of the loss: whatever is changed in it, plain arithmetic notices. All of it: `make mutation`."""
+"""The tests of the loss: plain arithmetic notices every change in it.
+All of it: `make mutation`."""
 
 import importlib.util
 import os

@@ -1,4 +1,5 @@
-"""The memory estimate: published sizes are met, the cluster recipes fit their GPUs, and what does not fit is said."""
+"""The memory estimate: published sizes are met, cluster recipes fit their GPUs,
+misfits are named."""
 
 import json
 import math
@@ -103,7 +104,8 @@ KERNELS_OFF = f"{ACTOR}.fused_kernels=off"
 
 
 def test_a_loss_of_the_users_own_holds_hidden_states_and_the_gradient_of_the_weight_by_hand():
-    """A rank of the 32B recipe: 19008 rows of the vocabulary; the fused head adds to Megatron's gradient."""
+    """A rank of the 32B recipe: 19008 rows of the vocabulary;
+    the fused head adds to Megatron's gradient."""
     config, spec = recipe("dapo_32b.yaml", OWN_LOSS)
     chunk = 4096 * 19008 * (4 + 2) + 4096 * 5120 * (2 + 2 + 4)
     weight = 19008 * 5120 * (4 + 2)
@@ -150,7 +152,8 @@ def test_the_recipes_fit_80_gb(name):
 def test_a_server_of_the_32b_recipe_holds_its_weights_and_many_samples():
     config, spec = recipe("dapo_32b.yaml")
     server = server_memory(config, spec)
-    assert server.weights == 65_527_752_704 // 4 and server.kv_per_token == 2 * 64 * 2 * 128 * 2  # 8 KV heads on 4 GPUs
+    # 8 KV heads on 4 GPUs
+    assert server.weights == 65_527_752_704 // 4 and server.kv_per_token == 2 * 64 * 2 * 128 * 2
     assert server.kv_cache + server.weights == pytest.approx(0.82 * 80 * GB) and server.num_tokens > 30 * 22528
 
 
@@ -174,7 +177,8 @@ def test_what_does_not_fit_is_said_with_its_largest_part_and_the_cure():
 
 
 def test_every_layout_cures_what_it_shares():
-    """More tensor or pipeline ranks, sequence parallelism, data parallelism, recompute: none needs more memory."""
+    """More tensor or pipeline ranks, sequence parallelism, data parallelism,
+    recompute: none needs more memory."""
 
     def total(*overrides: str) -> float:
         config, spec = recipe("dapo_7b.yaml", *overrides)
@@ -200,7 +204,8 @@ def test_reference_and_critic_count_where_they_are_used():
 
 
 def test_in_fp8_each_matrix_of_the_layers_is_there_twice_more():
-    """By hand, of a quarter of 7B's layers: q and output 3584 x 3584, k and v 3584 x 512, three of 3584 x 18944."""
+    """By hand, of a quarter of 7B's layers: q and output 3584 x 3584, k and v 3584 x 512, three of
+    3584 x 18944."""
     config, spec = recipe("dapo_7b.yaml")
     fp8, _ = recipe("dapo_7b.yaml", f"{MEGATRON}.fp8=hybrid")
     sizes = parallel_sizes(config)
@@ -221,7 +226,8 @@ def test_moments_in_half_precision_are_two_bytes_each():
 
 
 def test_context_parallel_ranks_share_activations_and_optimizer_state():
-    """A rank has half of a micro-batch's tokens, and all weights; as many ranks as without share the state."""
+    """A rank has half of a micro-batch's tokens, and all weights; the state is shared by the same
+    number of ranks as without."""
     key = f"{MEGATRON}.context_parallel_size=2"
     (one, spec), (two, _) = recipe("dapo_7b.yaml"), recipe("dapo_7b.yaml", key)
     whole, cut = trainer_memory(one, spec), trainer_memory(two, spec)
@@ -278,9 +284,9 @@ def test_experts_are_shared_over_their_own_ranks():
 
 
 def test_dense_layers_and_shared_experts_are_counted_where_they_are():
-    """Twelve layers of width 96, three on each of four stages; the first two are dense. A token of a layer with experts
-    keeps, in bfloat16, 4 numbers per column of two experts and of the shared one, and a copy per expert, which ETP 2
-    doubles."""
+    """Twelve layers of width 96, three on each of four stages; the first two are dense. A token of
+    a layer with experts keeps, in bfloat16, 4 numbers per column of two experts and of the shared
+    one. A copy per expert comes on top, doubled by ETP 2."""
     fields = {"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 8, "num_experts_per_tok": 2}
     spec = model_spec({**MODEL_JSON, **fields, "moe_intermediate_size": 32, "first_k_dense_replace": 2})
     dense, shared, expert = (3 * 96 * width for width in (spec.dense_ffn_size, 32, 32))
@@ -295,15 +301,16 @@ def test_dense_layers_and_shared_experts_are_counted_where_they_are():
     bias = model_states(load_config(None, [f"{MEGATRON}.dtype=float32"]), spec, 0).weights - 4 * sum(
         num_parameters(spec, ONE_RANK, stage=0)
     )
-    assert bias == 10 * 8 * 4  # float32 numbers of ten routers, which have neither gradient nor optimizer state
+    # float32 numbers of ten routers, which have neither gradient nor optimizer state
+    assert bias == 10 * 8 * 4
 
 
 DEEPSEEK_V3 = MODEL_SHAPES["deepseek-v3"]
 
 
 def test_a_latent_attention_is_counted_by_hand():
-    """DeepSeek-V3's: 128 heads of 128 + 64 dimensions, of 128 for values; vectors of 1536 and 512. A tensor-parallel
-    rank has all of what makes the vectors, and its heads of the rest."""
+    """DeepSeek-V3's: 128 heads of 128 + 64 dimensions, of 128 for values; vectors of 1536 and 512.
+    A tensor-parallel rank has the vectors' products in full, and its heads of the rest."""
     spec = model_spec(DEEPSEEK_V3)
     whole = 7168 * (1536 + 512 + 64) + 1536 + 512
     cut = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
@@ -311,15 +318,16 @@ def test_a_latent_attention_is_counted_by_hand():
     one, eight = (num_parameters(spec, ParallelSizes(tp=tp, pp=61, vpp=None, world=61 * tp), 1)[0] for tp in (1, 8))
     mlp = 3 * 7168 * 18432
     assert (one, eight) == (whole + cut + mlp + 2 * 7168, whole + (cut + mlp) // 8 + 2 * 7168)
-    # 576 numbers of 2 bytes per layer and token, on each GPU ("KV cache per token 70 KB", arXiv 2505.09343, table 1)
+    # 576 numbers of 2 bytes per layer and token, on each GPU ("KV cache per token 70 KB", arXiv
+    # 2505.09343, table 1)
     assert server_memory(load_config(None, []), spec).kv_per_token == 61 * 576 * 2 == 70_272
     # queries with keys 192, weights with values 128 wide, over 3 + 2 + 1 pairs
     assert attention_flops(spec, [3]) == 61 * 2 * 128 * (192 + 128) * 6
 
 
 def test_a_stack_of_experts_is_gathered_while_the_two_before_it_are_under_way():
-    """gpt-oss-120b's stacks have 128 experts x 5760 or 2880 x 2880 numbers of 2 bytes, beside buckets of 256 MiB; in
-    buckets of 8 GiB they travel with others, as all tensors do then."""
+    """gpt-oss-120b's stacks have 128 experts x 5760 or 2880 x 2880 numbers of 2 bytes, beside
+    buckets of 256 MiB. In buckets of 8 GiB they travel with others, as all tensors do then."""
     spec, down, mib = model_spec(MODEL_SHAPES["gpt-oss-120b"]), 128 * 2880 * 2880 * 2, 2**20
     assert weight_sync_bytes(load_config(None, []), spec) == 2 * 256 * mib + (2 * 2 + 2 + 1) * down
     assert weight_sync_bytes(load_config(None, ["weight_sync.bucket_size_mb=8192"]), spec) == 4 * 8192 * mib
@@ -354,7 +362,8 @@ def test_smaller_buckets_are_the_cure_only_where_they_suffice(gigabytes, mb, cur
     ],
 )
 def test_what_is_not_counted_is_kept_free_of_a_card(overrides, gigabytes):
-    """The CUDA context, NCCL's buffers and workspaces; a layout that fills the rest is refused one byte later."""
+    """The CUDA context, NCCL's buffers and workspaces;
+    a layout that fills the rest is refused one byte later."""
     config = load_config(None, overrides)
     assert usable_memory(config) == (80 - gigabytes) * GB
     spec = model_spec(QWEN2_5_7B)
@@ -367,7 +376,8 @@ def test_what_is_not_counted_is_kept_free_of_a_card(overrides, gigabytes):
 
 
 def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
-    """12 of 22528 tokens x 5120 numbers of 2 bytes each, in the 32B recipe; with CP 2 of half as many tokens."""
+    """12 of 22528 tokens x 5120 numbers of 2 bytes each, in the 32B recipe;
+    with CP 2 of half the tokens."""
     spec = model_spec(QWEN2_5_32B)
     keys = (f"{MEGATRON}.tp_comm_overlap=true", "actor_rollout_ref.actor.max_tokens_per_microbatch=22528")
     for cp, tokens in ((1, 22528), (2, 11264)):
@@ -378,8 +388,9 @@ def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
 
 @pytest.mark.parametrize(("name", "mode"), [("30b_a3b", "rollout"), ("30b_a3b", "old"), ("235b_a22b", "rollout")])
 def test_replayed_experts_take_the_hosts_memory_and_a_micro_batch_on_the_gpu(name, mode):
-    """By hand: 8192 samples of 22528 tokens over DP 4 and the sequence over TP 4; 8 choices of 2 bytes in each of 48
-    layers, or of the 16 of a middle stage; 8 ranks on a node."""
+    """By hand: 8192 samples of 22528 tokens over DP 4 and the sequence over TP 4. There are 8
+    choices of 2 bytes in each of 48 layers, or of the 16 of a middle stage, and 8 ranks on a
+    node."""
     keys = [f"{ACTOR}.router_replay={mode}"]
     off, on = (load_config(CONFIGS / f"dapo_qwen3_{name}.yaml", overrides) for overrides in ([], keys))
     spec = model_spec(MODEL_SHAPES[f"qwen3-{name.replace('_', '-')}"])

@@ -91,7 +91,8 @@ def test_the_plan_counts_what_backward_keeps_of_experts_with_a_limit(layout, tmp
 
 
 def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayout, path: Path, layer: int) -> None:
-    """Compare the outputs and all gradients of a layer's experts with those of transformers in float64."""
+    """Compare the outputs and all gradients of a layer's experts with those
+    of transformers in float64."""
     generator = torch.Generator().manual_seed(0)
     x, outgoing = (torch.randn(24, 1, HIDDEN, generator=generator) for _ in range(2))
     ours_in = x.clone().requires_grad_()
@@ -114,7 +115,8 @@ def assert_layer_is_that_of_transformers(model: ModelParts, layout: ParallelLayo
     counts = chosen[is_token].flatten().bincount(minlength=EXPERTS).tolist()
     assert model.chunks[0].expert_load.counts[-1].tolist() == [*counts, 20 * chosen.size(1)]
     expected = {name: value.grad for name, value in block.named_parameters() if not name.startswith("experts.")}
-    expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}  # the bias gets no gradient
+    # the bias gets no gradient
+    expected |= {name: torch.zeros_like(value) for name, value in block.named_buffers()}
     if is_gpt_oss:
         expected |= {name: value.grad for name, value in block.named_parameters()}
     for e in range(0 if is_gpt_oss else EXPERTS):
@@ -146,7 +148,8 @@ def test_a_layer_of_multi_token_prediction_is_left_where_config_json_names_it(la
 
 
 def test_the_load_by_hand():
-    """Two layers of four experts, two for each of six tokens: even, and 6, 4, 1 of 12, of which one is lost."""
+    """Two layers of four experts, two for each of six tokens: even, and 6, 4, 1 of 12,
+    of which one is lost."""
     metrics = load_metrics(torch.tensor([[3, 3, 3, 3, 12], [6, 4, 1, 0, 12]]))
     shares = [6 / 11, 4 / 11, 1 / 11]
     entropy = -sum(share * math.log(share) for share in shares) / math.log(4)
@@ -160,7 +163,8 @@ def test_the_load_by_hand():
 
 
 def test_a_step_in_half_precision_leaves_the_bias_by_which_a_router_chooses_to_the_bit(layout, tmp_path):
-    """Megatron converts a model when it wraps it, and its optimizer steps what has a gradient."""
+    """Megatron converts a model when it wraps it, and its optimizer steps all parameters
+    with a gradient."""
     path = make_tiny(tmp_path, "glm4_moe", layers=2, hidden=HIDDEN, num_experts=EXPERTS)
     model = build_model(read_model_spec(path), layout, MegatronConfig(dtype="bfloat16"))
     load_hf_weights(model, path, layout)

@@ -22,7 +22,8 @@ def test_without_noise_it_gives_the_log_probs_of_the_base_model(tmp_path, monkey
             AutoModelForCausalLM.from_pretrained(path, **how)(tokens).logits.log_softmax(-1)
             for path in (BASE, tmp_path / "mixture")
         )
-    # halves are exact in bfloat16, and the routers' weights of a token, which are float32, add up to 1
+    # halves are exact in bfloat16, and the routers' weights of a token, which are float32,
+    # add up to 1
     assert ((dense - cut).abs().max().item() < 1e-5) is is_same
     moe = read_model_spec(tmp_path / "mixture").moe
     assert (moe.num_experts, moe.experts_per_token, moe.num_dense_layers) == (8, 2, 1)

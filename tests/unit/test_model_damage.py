@@ -1,4 +1,4 @@
-"""A damaged config.json ends in a sentence, within bounds of memory, in every place that reads it."""
+"""A damaged config.json ends in a sentence, within bounds of memory, at each of its readers."""
 
 import json
 import os
@@ -62,7 +62,7 @@ DAMAGE = {
 
 
 def refused(call) -> int:
-    """2 where a call ends in short sentences that name the file."""
+    """2 if a call ends in short sentences that name the file."""
     try:
         call()
     except UserError as error:

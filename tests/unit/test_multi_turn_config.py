@@ -1,4 +1,5 @@
-"""What multi-turn rollouts demand of the config: every contradiction is one sentence that names key and cure."""
+"""Demands of multi-turn rollouts on the config: every contradiction is one sentence,
+with key and cure."""
 
 import pytest
 

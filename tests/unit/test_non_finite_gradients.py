@@ -1,4 +1,5 @@
-"""A gradient that is not finite stops the run, on every rank at the same place, before a server sees the weights."""
+"""A non-finite gradient stops the run, on every rank at the same place,
+before a server gets weights."""
 
 import math
 from dataclasses import replace
@@ -54,6 +55,7 @@ def test_a_nonfinite_gradient_stops_the_run(layout, model_path, sharded, dtype, 
 
 
 def test_the_host_is_not_stopped_for_every_bucket(layout, model_path):
-    """Megatron's own check reads the norm of each bucket back, and raises on one rank while the others wait."""
+    """Megatron's own check reads the norm of each bucket back,
+    and raises on one rank while the others wait."""
     policy, _ = policy_and_mini_batches(layout, model_path, [])
     assert not any(stage.ddp_config.check_for_nan_in_grad for stage in policy.state.stages)

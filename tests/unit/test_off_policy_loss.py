@@ -1,4 +1,4 @@
-"""Promises of the loss of replayed tokens and of the weights against the server, computed by hand."""
+"""The loss of replayed tokens and the weights against the server, computed by hand."""
 
 import math
 
@@ -41,7 +41,8 @@ def loss_of(log_probs, batch, **config):
     return result.loss_sum.item(), log_probs.grad.tolist(), finalize(result.sums, result.maxima)
 
 
-# advantage, ratio -> loss, d loss / d log_prob, with beta 0.1: f(r) = r / (r + 0.1), r f'(r) = 0.1 r / (r + 0.1)^2
+# advantage, ratio -> loss, d loss / d log_prob, with beta 0.1: f(r) = r / (r + 0.1), r f'(r) = 0.1
+# r / (r + 0.1)^2
 SHAPED = {
     "unlikely, good": (1.0, 0.1, -0.5, -0.25),
     "as likely, good": (2.0, 1.0, -2 / 1.1, -0.2 / 1.21),
@@ -76,7 +77,8 @@ def test_a_replayed_token_may_be_clipped_with_an_upper_bound_of_its_own(clip_hig
 @pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
 @pytest.mark.parametrize("rollout_is_threshold", [None, 2.0])
 def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(mode, rollout_is_threshold):
-    """Ratios away from the kinks of the clip (0.8, 1.28, 1.5) and of the dual clip (3); importance is constant."""
+    """Ratios away from the kinks of the clip (0.8, 1.28, 1.5) and of the dual clip (3);
+    importance is constant."""
     ratios, advantages = [0.5, 1.1, 1.4, 2.0, 5.0] * 2, [1.0, -1.0, 0.5, 2.0, -0.5] * 2
     log_probs, batch = batch_of(advantages, ratios, [1] * 5 + [0] * 5, [0.7] * 10, [1.0, 0.5, 0.0, 1.0, 1.0] * 2)
     off_policy = OffPolicy(mode, clip_high=0.5 if mode == "dapo_clip_higher" else None)
@@ -88,7 +90,8 @@ def test_gradients_of_replayed_and_new_tokens_together_equal_finite_differences(
 
 @pytest.mark.parametrize("mode", OFF_POLICY_LOSSES)
 def test_on_policy_tokens_keep_their_loss_and_their_metrics(mode):
-    # ratios 1.5 (clipped above, A > 0), 0.5 (clipped below), 4 (dual clip), 1 on-policy; 5, 0.1, 6 replayed
+    # ratios 1.5 (clipped above, A > 0), 0.5 (clipped below), 4 (dual clip), 1 on-policy;
+    # 5, 0.1, 6 replayed
     advantages, ratios = [1.0, -1.0, -1.0, 1.0, 1.0, -1.0, -1.0], [1.5, 0.5, 4.0, 1.0, 5.0, 0.1, 6.0]
     log_probs, batch = batch_of(advantages, ratios, exp_mask=[0, 0, 0, 0, 1, 1, 1])
     _, grad, shown = loss_of(log_probs, batch, off_policy=OffPolicy(mode))
@@ -123,7 +126,8 @@ def test_what_is_not_counted_is_neither_replayed_nor_on_policy():
 def test_without_an_exp_mask_every_token_is_on_policy():
     rows = [1.0, -1.0, -1.0], [1.5, 0.5, 4.0]
     loss, grad, shown = loss_of(*batch_of(*rows), off_policy=OffPolicy())
-    plain_loss, plain_grad, plain = loss_of(*batch_of(*rows, exp_mask=[1, 1, 1]))  # nor is it read without off_policy
+    # nor is it read without off_policy
+    plain_loss, plain_grad, plain = loss_of(*batch_of(*rows, exp_mask=[1, 1, 1]))
     assert (loss, grad, shown) == (plain_loss, plain_grad, plain | {"exp_mask_ratio": 0.0})
 
 
@@ -149,7 +153,7 @@ def test_the_shaping_keeps_its_digits_in_float32_and_the_clamp_stops_its_gradien
     assert grads[0] == pytest.approx(grads[1], rel=16 * 2.0**-23, abs=0)
 
 
-# ---------------------------------------------------------------------------------- weights against the server
+# ----------------------------------------------------------------------- weights against the server
 
 
 def test_importance_weights_are_truncated_multiply_the_policy_and_have_no_gradient():
@@ -198,7 +202,8 @@ def test_without_old_log_probs_the_current_ones_are_compared_with_the_server():
     rollout = tensor(-1.0 - math.log(1.5), -1.0)
     batch = TokenBatch(torch.ones(2).double(), torch.tensor(2), tensor(1.0, 1.0), rollout_log_probs=rollout)
     loss, grad, shown = loss_of(log_probs, batch, rollout_is_threshold=2.0)
-    assert loss == pytest.approx(-2.5) and grad == pytest.approx([-1.5, -1.0])  # the weight moves nothing
+    # the weight moves nothing
+    assert loss == pytest.approx(-2.5) and grad == pytest.approx([-1.5, -1.0])
     assert shown["actor/rollout_is_mean"] == pytest.approx(1.25)
 
 

@@ -1,5 +1,7 @@
-"""Where the optimizer keeps its state: in the machine's memory, or in half precision; checkpoints go from one to the
-other. Megatron's optimizer for the former runs here as it is, on a tensor that says it is a GPU's."""
+"""Places of the optimizer's state: the machine's memory, or half precision; checkpoints fit both.
+
+Megatron's optimizer for the former runs here as it is, on a tensor that claims to be a GPU's.
+"""
 
 from dataclasses import replace
 
@@ -45,14 +47,14 @@ def model_path(tmp_path_factory) -> str:
 
 
 class OnHost(torch.Tensor):
-    """A tensor that was moved from the GPU that there is not; what is made of it stays on the host too."""
+    """A tensor moved from a GPU that does not exist; results made of it stay on the host too."""
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class TorchWithoutPinning:
-    """torch, whose memory nobody pins where there is no driver."""
+    """torch, with nobody to pin its memory for want of a driver."""
 
     def __getattr__(self, name: str):
         return getattr(torch, name)
@@ -63,7 +65,8 @@ class TorchWithoutPinning:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch) -> None:
-    """Have Megatron's optimizer divide tensors between the two devices as if they all were a GPU's."""
+    """Have Megatron's optimizer divide tensors between the two devices
+    as if they all were a GPU's."""
     module = HybridDeviceOptimizer.__module__
     monkeypatch.setattr(f"{module}.torch", TorchWithoutPinning())
     monkeypatch.setattr("megatron.core.optimizer.optimizer_config.is_te_min_version", lambda version: True)
@@ -118,7 +121,7 @@ def assert_same(got: Policy, expected: Policy) -> None:
 
 @pytest.mark.parametrize(
     ("of_the_user", "during"),
-    [(1, 3), (2, 2)],  # 7 cores of two ranks; OMP_NUM_THREADS=2, where launchers set 1
+    [(1, 3), (2, 2)],  # 7 cores of two ranks; OMP_NUM_THREADS=2, though launchers set 1
 )
 def test_a_state_on_the_host_is_stepped_by_the_ranks_share_of_its_machines_cores(
     layout, model_path, pretended_gpu, monkeypatch, of_the_user, during
@@ -156,7 +159,8 @@ def test_a_state_on_the_host_is_stepped_as_one_on_the_gpu(layout, model_path, pr
         assert got["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
     assert_same(apart, plain)
     for one, other in zip(plain.model.chunks[0].parameters(), apart.model.chunks[0].parameters(), strict=True):
-        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-6)  # one unit in bfloat16's last place
+        # one unit in bfloat16's last place
+        torch.testing.assert_close(other, one, rtol=2**-7, atol=1e-6)
     assert {slot.num_steps for slot in slots(apart.state.optimizer)} == {2}
 
 
@@ -195,8 +199,8 @@ def test_checkpoints_go_from_the_host_to_the_gpu_and_back(layout, model_path, pr
 
 
 class HalfMoments(torch.optim.Optimizer):
-    """What Transformer Engine's Adam is here: it keeps weights and moments by itself, of the dtypes that it was given
-    (TE 2.20, optimizers/fused_adam.py), and counts the steps of a group."""
+    """A stand-in for Transformer Engine's Adam (TE 2.20, optimizers/fused_adam.py). It keeps
+    weights and moments by itself, of the given dtypes, and counts the steps of a group."""
 
     master_weights = True
 

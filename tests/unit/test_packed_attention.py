@@ -1,4 +1,5 @@
-"""Rotation and attention see nothing but their own segment; on CUDA the host is never asked where segments begin."""
+"""Rotation and attention see only their own segment;
+CUDA never asks the host for segments' bounds."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -78,8 +79,8 @@ def attention(window: int | None = None, sinks: tuple[float, ...] = ()) -> Packe
 
 
 def test_sinks_are_not_rounded_again_in_half_precision():
-    """Of one token, whose score is 0, the share is 1 / (1 + exp(sink)); divided by the scale, which is no power of
-    two, the sinks are near 41, where bfloat16 has multiples of a quarter alone."""
+    """Of one token with score 0, the share is 1 / (1 + exp(sink)). Divided by the scale, no power
+    of two, the sinks are near 41: bfloat16 has only multiples of a quarter there."""
     layer = attention(sinks=(9.25, 9.5, 9.75, 9.0)).bfloat16()
     layer.softmax_scale = 0.2266
     query, key, _ = (torch.zeros_like(x, dtype=torch.bfloat16) for x in query_key_value(1))
@@ -101,7 +102,8 @@ def test_positions_begin_anew_in_every_segment(lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spec", [SPEC, SCALED], ids=["plain", "llama3"])
 def test_the_rotation_is_megatrons_bit_for_bit(spec, dtype):
-    """Packed and as a rectangle; Megatron's packed rotation slices and concatenates segment by segment."""
+    """Packed and as a rectangle; Megatron's packed rotation slices
+    and concatenates segment by segment."""
     lengths = [5, 1, 700, 3]
     g = torch.Generator().manual_seed(0)
     query, key = (torch.randn(sum(lengths), heads, spec.head_dim, generator=g).to(dtype) for heads in (4, 2))
@@ -156,7 +158,7 @@ def test_packed_segments_are_single_runs_bit_for_bit(lengths, window, sinks):
 
 
 def test_segments_of_like_length_share_an_attention_call(monkeypatch):
-    """What the batch saves: three lengths are two calls, whatever the number of segments."""
+    """The batch's saving: three lengths are two calls, at any number of segments."""
     layer, shapes = attention(), []
     causal = layer._causal
     monkeypatch.setattr(layer, "_causal", lambda *qkv: shapes.append(qkv[0].shape) or causal(*qkv))
@@ -195,8 +197,8 @@ def test_padded_segments_end_with_their_last_token_and_find_their_way_back(lengt
 @pytest.mark.parametrize("window", [None, 1, 3, 6], ids=["all", "itself", "three", "the longest"])
 @pytest.mark.parametrize("sinks", [(), SINKS], ids=["no sinks", "sinks"])
 def test_attention_is_causal_softmax_of_rotated_products(window, sinks):
-    """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim). A window counts the token
-    itself. A head's sink takes its part of the softmax, and adds nothing."""
+    """Float64, term by term: pairs (x_i, x_{i + dim/2}) turn by position / theta^(2i/dim). A window
+    counts the token itself. A head's sink takes its part of the softmax, and adds nothing."""
     lengths = [4, 6]
     query, key, value = inputs = [t.detach().double().requires_grad_() for t in query_key_value(sum(lengths))]
     sink = torch.tensor(sinks or [float("-inf")] * HEADS, dtype=torch.float64, requires_grad=bool(sinks))
@@ -218,7 +220,8 @@ def test_attention_is_causal_softmax_of_rotated_products(window, sinks):
     expected = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :-1], value).flatten(1)
     layer, own = attention(window, sinks), query_key_value(sum(lengths))
     got = layer(*own, packed_seq_params=packing(lengths))
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)  # float32 sums of 16 terms of order 1
+    # float32 sums of 16 terms of order 1
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
     got.square().sum().backward()
     expected.square().sum().backward()
     pairs = [*zip(own, inputs, strict=True), *([(layer.softmax_offset, sink)] if sinks else [])]
@@ -251,9 +254,11 @@ def test_angles_of_both_kinds_of_layers_travel_together_and_are_told_apart():
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_off_the_cpu_nothing_is_read_back_to_the_host(window):
-    """A GPU's path, forward and backward, on tensors that have no values: reading one on the host raises."""
+    """A GPU's path, forward and backward, on tensors that have no values:
+    reading one on the host raises."""
     rotary = Rotary(SPEC, "cpu")
-    rotary.frequencies = rotary.frequencies.to("meta")  # Megatron makes them on the GPU where there is one
+    # Megatron makes them on the GPU, if there is one
+    rotary.frequencies = rotary.frequencies.to("meta")
     layer = attention(window)
     layer._rotary = rotary
     inputs = query_key_value(16, torch.bfloat16, "meta")
@@ -261,5 +266,6 @@ def test_off_the_cpu_nothing_is_read_back_to_the_host(window):
     assert out.shape == (16, HEADS * DIM) and out.dtype == torch.bfloat16
     out.sum().backward()
     assert all(t.grad.shape == t.shape for t in inputs)
-    with pytest.raises(RuntimeError, match="no data|meta"):  # float32 asks for the segments' lengths: it would show
+    # float32 asks for the segments' lengths: it would show
+    with pytest.raises(RuntimeError, match="no data|meta"):
         layer(*query_key_value(16, torch.float32, "meta"), packed_seq_params=packing([7, 9], "meta"))

@@ -182,7 +182,8 @@ def test_tight_bins_by_hand(lengths, bins):
 
 
 def all_ways(lengths: list[int], capacity: int, filled: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Yield, for each way to put the lengths into bins beside those that are `filled` so far, what the bins hold."""
+    """Yield, for each way to put the lengths into bins beside the `filled` ones,
+    the bins' contents."""
     if not lengths:
         yield filled
         return
@@ -206,7 +207,8 @@ def test_the_number_of_micro_batches_counts_the_padding():
 
 
 def test_balancing_counts_the_padding():
-    # The cap of 11 holds 8 tokens in multiples of 4. Balanced by length alone, a micro-batch would have 9, padded 12.
+    # The cap of 11 holds 8 tokens in multiples of 4. Balanced by length only, a micro-batch would
+    # have 9, padded 12.
     (plan,) = schedule(make_samples([5, 4, 3, 2, 2]), dp_size=1, max_tokens=11, pad_multiple=4)
     assert [lengths_of(bin_) for bin_ in plan] == [[5, 3], [4, 2, 2]]
 
@@ -249,7 +251,7 @@ def test_the_costliest_micro_batch_comes_first():
         assert totals == sorted(totals, reverse=True)
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+# ------------------------------------------------------------------------------------------ tensors
 
 
 @QUICK

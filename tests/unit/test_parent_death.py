@@ -1,4 +1,4 @@
-"""A child that must not outlive its parent, of which it hears nothing when that is killed."""
+"""A child that must not outlive its parent, though it hears nothing of the parent's kill."""
 
 import os
 import select
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.unit
 
 
 def is_closed(pipe: TextIO) -> bool:
-    """Within a third of the time for which a child would go on: whether all who had the pipe are gone."""
+    """Within a third of a child's time to go on: whether all holders of the pipe are gone."""
     return bool(select.select([pipe], [], [], 20)[0]) and pipe.read() == ""
 
 

@@ -1,4 +1,4 @@
-"""MFU and its kin: operations counted by hand and by torch, what is left out where it is not known."""
+"""MFU and its kin: operations counted by hand and by torch; unknown ones are left out."""
 
 from dataclasses import replace
 from functools import partial
@@ -64,7 +64,8 @@ def test_torch_counts_the_same_products(tmp_path, family):
 
 @pytest.mark.parametrize("targets", [None, LINEAR_MODULES, ("q_proj", "down_proj")])
 def test_torch_counts_the_same_products_of_forward_and_backward_with_adapters_or_without(tmp_path, targets):
-    """Adapters beside the modules of transformers, whose weights are frozen then; the embeddings ask for a gradient."""
+    """Adapters beside the modules of transformers, with frozen weights then;
+    the embeddings ask for a gradient."""
     from transformers import AutoModelForCausalLM
 
     path, length = make_tiny(tmp_path / "model", "qwen2", layers=2, hidden=32, heads=4, kv_heads=2), 12
@@ -91,8 +92,8 @@ def adapter_hook(module: torch.nn.Linear, rank: int):
 
 
 def test_an_adapter_of_an_expert_counts_as_often_as_a_token_passes_through_it():
-    """4 tokens, 2 layers, 2 experts of 8 for each: gate, up and down with rank 3. Three passes, all of which compute
-    them, since they are trained."""
+    """4 tokens, 2 layers, 2 experts of 8 for each: gate, up and down with rank 3. Three passes, all
+    of which compute them, since they are trained."""
     mixture = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
     spec = model_spec({**SMALL, **mixture, "moe_intermediate_size": 16})
     attention = LoraSettings(rank=3, alpha=3.0, targets=("q_proj",), seed=0)
@@ -182,8 +183,8 @@ def test_memory_is_reported_of_the_fullest_rank_of_all_and_of_each_stage():
 
 @pytest.fixture
 def job() -> SimpleNamespace:
-    """What `Job.performance` asks of a job, on a GPU whose peaks are 3 and 5 GiB; another rank's are 4 and 4. A step of
-    10 seconds, 4 of which were spent waiting."""
+    """A job as far as `Job.performance` asks, on a GPU with peaks of 3 and 5 GiB; another rank's
+    are 4 and 4. A step of 10 seconds, 4 of them spent waiting."""
     config = SimpleNamespace(params_dtype=torch.bfloat16)
     seconds = {"start": 1.0, "rollout": 3.0, "update": 2.0, "old_log_probs": 0.5}
     job = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Any number of layers goes over any pipeline, as evenly as it can; model, memory and time count the same layers."""
+"""Any number of layers goes evenly over any pipeline; model, memory and time agree on them."""
 
 from dataclasses import replace
 from itertools import pairwise, product
@@ -123,7 +123,7 @@ def test_megatron_is_told_the_split_in_a_layout_that_it_accepts(pipeline):
         (94, 16, 2, "2, 30 x 3, 2"),
         (61, 8, 1, "2 x 7, 5 x 8, 7"),
         (5, 2, 2, "2 x 1, 2, 1"),
-        (3, 2, 2, "3 x 1, 0"),  # the last chunk has the head alone
+        (3, 2, 2, "3 x 1, 0"),  # the last chunk has only the head
         (64, 4, 1, "4 x 16"),
     ],
 )
@@ -136,7 +136,8 @@ def config_of(*overrides: str):
 
 
 def test_memory_counts_the_layers_of_each_stage():
-    """Weights and activations go with the layers; embedding and head are on the ends, as large as each other."""
+    """Weights and activations go with the layers; embedding and head are on the ends,
+    as large as each other."""
     sizes = ParallelSizes(tp=8, pp=2, vpp=None, world=64)
     uneven = replace(sizes, pipeline_layers=(40, 24))
     layer = (num_parameters(DENSE, sizes, 0)[0] - DENSE.padded_vocab_size(8) // 8 * DENSE.hidden_size) // 32
@@ -166,7 +167,8 @@ def test_first_layers_are_recomputed_in_each_chunk_as_far_as_it_has_them():
 
 
 def update_s(layers: tuple[int, ...] | None) -> float:
-    """Return the seconds of an update of Qwen2.5-7B, whose head takes as long as two to three of its 28 layers."""
+    """Return the seconds of an update of Qwen2.5-7B;
+    its head takes as long as two to three of its 28 layers."""
     sizes = ParallelSizes(tp=4, pp=2, vpp=None, world=16, pipeline_layers=layers)
     layout = TrainerLayout(sizes, 8, sequence_parallel=True, recompute=0.0, max_tokens=22528)
     work = TrainingWork(8192, Lengths.with_mean(6000, 0.9, 20480), 170, mini_batches=16)
@@ -175,8 +177,9 @@ def update_s(layers: tuple[int, ...] | None) -> float:
 
 
 def test_the_slowest_stage_decides_how_long_an_update_takes():
-    """One layer that goes from the head's stage to the other shortens an update. Each one more lengthens it, as much as
-    a layer that goes the other way: one stage or the other has a layer more."""
+    """A layer moved from the head's stage to the other shortens an update. Each further one
+    lengthens it, as much as a layer moved the other way: one stage or the other has a layer
+    more."""
     updates = [update_s((14 + more, 14 - more)) for more in range(-2, 5)]
     assert updates.index(min(updates)) == 3
     steps = [later - earlier for earlier, later in pairwise(updates)]
@@ -186,13 +189,15 @@ def test_the_slowest_stage_decides_how_long_an_update_takes():
 
 
 def test_by_hand_a_stage_with_all_layers_and_no_head_is_as_slow_as_its_layers():
-    """SMALL's two layers on the first stage, the head alone on the second: of `test_plan_time`'s numbers by hand the
-    layers' (0.9856 + 0.5248), and the weights of both layers and the embedding, 1440 parameters."""
+    """SMALL's two layers on the first stage, only the head on the second. Of `test_plan_time`'s
+    numbers by hand: the layers' (0.9856 + 0.5248), and the weights of both layers and the
+    embedding, 1440 parameters."""
     sizes = ParallelSizes(1, 2, None, 2, pipeline_layers=(2, 0))
     layout = TrainerLayout(sizes, 8, False, 0.0, max_tokens=64)
     time = training_time(SMALL, layout, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
     layers, weights = 0.9856 + 0.5248, 2 * 1440 / 1e4
-    assert time.score == pytest.approx((layers + weights) * 2)  # one micro-batch, and one more is waited for
+    # one micro-batch, and one more is waited for
+    assert time.score == pytest.approx((layers + weights) * 2)
     worked = 3 * layers + weights + 1440 * (2 + 8) / 1e4
     assert time.bubble == pytest.approx(worked)
     assert time.update == pytest.approx(2 * worked + 1440 * 30 / 1e4)

@@ -1,4 +1,4 @@
-"""What a run costs, before it starts: days, GPU-hours, jobs of a time limit, and how often a job may be requeued."""
+"""A run's cost before its start: days, GPU-hours, jobs of a time limit, and allowed requeues."""
 
 import json
 import math
@@ -79,7 +79,8 @@ def cost_in(text: str) -> list[float]:
 
 
 def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_that_waits(capsys, small):
-    """17 days or so, by hand from the plan's own step: 500 x 2964 s on 128 GPUs, in jobs of 22 hours each."""
+    """17 days or so, by hand from the plan's own step: 500 x 2964 s on 128 GPUs,
+    in jobs of 22 hours each."""
     path = recipe("dapo_32b")
     assert main(["plan", "--config", path, "--staleness", "0"]) == 0
     planned = capsys.readouterr().out
@@ -88,7 +89,8 @@ def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_th
     assert slurm_main(["plan", "--config", path, "--notice", "7200", "--time-limit", "24:00:00"]) == 2
     for text in (planned, dry, capsys.readouterr().out):
         days, gpus, hours, steps, step, jobs = cost_in(text)
-        assert (gpus, steps) == (128, 500) and 13 < days < 22  # a small simulation is off by up to a fifth
+        # a small simulation is off by up to a fifth
+        assert (gpus, steps) == (128, 500) and 13 < days < 22
         assert days == pytest.approx(steps * step / 86400, abs=0.06)
         assert hours == pytest.approx(steps * step * gpus / 3600, rel=1e-3)
         assert jobs == math.ceil(steps * step / (22 * 3600))
@@ -126,7 +128,7 @@ def test_a_plan_of_many_weight_versions_takes_no_longer(small, monkeypatch):
 
 @pytest.fixture
 def job(tmp_path, monkeypatch, small):
-    """Plan an attempt of the 32B recipe with files that are there; its plan.json, and what was printed."""
+    """Plan an attempt of the 32B recipe with existing files; its plan.json, and its output."""
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text(ROW)
     model = tmp_path / "qwen"
@@ -195,7 +197,8 @@ def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, smal
     for words in ("weight sync", "sampling", "server:", "carry signal", "a server decodes", "idle", "staleness"):
         assert words not in shown, words
     assert "qwen2.5-7b on 8 H100" in shown and "on synthetic batches, without servers" in shown
-    assert "prompts of 614" in shown  # as trainer.synthetic_batch draws them: 0.3 of the longest, 2048
+    # as trainer.synthetic_batch draws them: 0.3 of the longest, 2048
+    assert "prompts of 614" in shown
     seconds = {
         name: float(value) for name, value in re.findall(r"^  (\w[\w ,%-]+?)  +([\d.]+) s$", shown, re.MULTILINE)
     }

@@ -1,4 +1,4 @@
-"""A plan of time that is told what an earlier run measured."""
+"""A plan of time with the measurements of an earlier run."""
 
 import json
 from dataclasses import replace
@@ -31,8 +31,8 @@ RUNNING = 40.0  # requests of each server on average
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder of the 7B recipe, on GPUs that are slower than their estimate by FACTORS. Its first steps are slower
-    still."""
+    """A run folder of the 7B recipe, on GPUs slower than their estimate by FACTORS. Its first steps
+    are slower still."""
     config = load_config(recipe("dapo_7b"), ["actor_rollout_ref.model.path=/models/qwen2.5-7b"])
     parts = phase_times(config, SPEC, Assumptions(HARDWARE["h100"], LENGTHS, PROMPT, KEPT / (KEPT + DROPPED)))
     speed = parts.server

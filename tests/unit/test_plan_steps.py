@@ -71,7 +71,8 @@ def test_a_slow_trainer_that_never_waits_takes_its_own_time_and_the_prefill():
 @pytest.mark.parametrize(
     "machines",
     [
-        # 16 servers with 2048 requests a step, and a quarter of both; the rest is chance: about 700 lengths, spread 0.9
+        # 16 servers with 2048 requests a step, and a quarter of both; the rest is chance: about 700
+        # lengths, spread 0.9
         Machines(16, 16, 0.008, train_s=2.0, push_s=0.1, token_s_per_request=0.0001),
         Machines(1, 128, 0.008, train_s=20.0, push_s=0.1, token_s_per_request=0.0004),
     ],

@@ -1,4 +1,4 @@
-"""The arithmetic of the plan of time: each formula against numbers worked out by hand, or published."""
+"""The arithmetic of the plan of time: each formula against hand-computed or published numbers."""
 
 import random
 from dataclasses import replace
@@ -65,8 +65,8 @@ PUBLISHED_PARAMETERS = {
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
 }
-# max_position_embeddings and rms_norm_eps of their config.json on Hugging Face; most of these files are copied in
-# github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md
+# max_position_embeddings and rms_norm_eps of their config.json on Hugging Face; most of these files
+# are copied in github.com/citsjtu2020/LLM-Prof, sglang/Model_Config.md
 PUBLISHED_POSITIONS = {
     "qwen2.5-0.5b": (32768, 1e-6),
     "qwen2.5-3b": (32768, 1e-6),
@@ -98,8 +98,8 @@ SMALL = model_spec(
         "rms_norm_eps": 1e-6,
     }
 )
-# per second, with the efficiencies below: 10^4 operations, 10^4 bytes of memory, 10^3 over links, 10^2 over the
-# network, 10^3 of the node's memory, 10^2 between that and the GPU
+# per second, with the efficiencies below: 10^4 operations, 10^4 bytes of memory, 10^3 over links,
+# 10^2 over the network, 10^3 of the node's memory, 10^2 between that and the GPU
 SLOW = Hardware("slow", 2e4, 1e9, 2e4, 2e3, 2e2, 2e3, 2e2)
 HALF = Efficiency(matmul=0.5, memory=0.5, link=0.5)
 THREE_TOKENS = Lengths(median=3, sigma=0.0, longest=8)
@@ -118,7 +118,8 @@ def test_a_models_shape_by_name_has_its_positions(name):
 
 
 def test_a_token_of_a_mixture_goes_only_through_its_own_experts():
-    # "30.5B total, 3.3B activated" (model card); without the embedding's 0.31 B rows, which are looked up
+    # "30.5B total, 3.3B activated" (model card); without the embedding's 0.31 B rows,
+    # which are looked up
     spec = model_spec(model_json_named("qwen3-30b-a3b"))
     assert active_parameters(spec) + spec.vocab_size * spec.hidden_size == pytest.approx(3.35e9, rel=0.01)
 
@@ -157,10 +158,11 @@ def test_moments_and_quantiles_of_lengths_are_those_of_many_samples():
 def test_training_takes_the_time_worked_out_by_hand():
     """One sample of 1 + 3 tokens on one rank.
 
-    Layers: projections 8 x (8 + 8) + 8 x 8 = 192 and MLP 3 x 8 x 16 = 384 parameters, 1152 operations per token, 4608
-    for 4; attention 4 x 8 x (1 + 2 + 3 + 4) = 320; two layers 9856. Head: 2 x 8 x 32 x 3 = 1536. Activations per token
-    and layer: attention 72, MLP 128, the rest 128 bytes, written and read in two layers: 1312 for a token, 5248 for 4.
-    Parameters: 2 x (576 + 16) + 2 x 256 + 8 = 1704.
+    Layers: projections 8 x (8 + 8) + 8 x 8 = 192 and MLP 3 x 8 x 16 = 384 parameters, 1152
+    operations per token, 4608 for 4; attention 4 x 8 x (1 + 2 + 3 + 4) = 320; two layers 9856.
+    Head: 2 x 8 x 32 x 3 = 1536. Activations per token and layer: attention 72, MLP 128, the rest
+    128 bytes, written and read in two layers: 1312 for a token, 5248 for 4. Parameters: 2 x (576 +
+    16) + 2 x 256 + 8 = 1704.
     """
     time = training_time(SMALL, ALONE, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
     layers, head, weights = 0.9856 + 0.5248, 0.1536, 0.3408
@@ -173,9 +175,10 @@ def test_training_takes_the_time_worked_out_by_hand():
 
 
 def test_training_adapters_leaves_out_the_gradients_of_weights():
-    """As above, with adapters of rank 2 beside all modules: 2 x (2 x 16 + 2 x 12 + 3 x 24) = 256 parameters a layer,
-    512 in two, 4096 operations for 4 tokens. What is frozen has no gradients, in 9216 operations of layers' products
-    and 1536 of the head's; gradients of 4 bytes are read and written, and Adam steps, for 512 parameters alone."""
+    """As above, with adapters of rank 2 beside all modules: 2 x (2 x 16 + 2 x 12 + 3 x 24) = 256
+    parameters a layer, 512 in two, 4096 operations for 4 tokens. Frozen parts have no gradients, in
+    9216 operations of layers' products and 1536 of the head's. Gradients of 4 bytes are read and
+    written, and Adam steps, for only 512 parameters."""
     layout = replace(ALONE, lora=LoraSettings(2, 2.0, LINEAR_MODULES, seed=0))
     time = training_time(SMALL, layout, TrainingWork(1, THREE_TOKENS, 1, mini_batches=1), SLOW, HALF)
     layers, adapters, head, weights = 0.9856 + 0.5248, 0.4096, 0.1536, 0.3408
@@ -202,7 +205,8 @@ def test_recomputation_adds_forward_passes_of_only_the_layers():
 
 
 def test_in_fp8_the_products_of_the_layers_take_half_as_long_and_attention_as_long_as_before():
-    """At lengths of 1 + 3: 10 pairs x 2 layers x 4 x 8 wide are attention's operations, at 10^4 per second."""
+    """At lengths of 1 + 3: 10 pairs x 2 layers x 4 x 8 wide are attention's operations,
+    at 10^4 per second."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layers, _ = work.forward_flops(SMALL)
     assert work.attention_flops(SMALL) == 10 * 2 * 4 * SMALL.num_heads * SMALL.head_dim
@@ -229,8 +233,9 @@ def test_a_plan_refuses_a_recipe_of_fp8_that_its_gpus_lack(gpu, recipe, cure):
 
 @pytest.mark.parametrize(("sequence_parallel", "passes"), [(False, 2.0), (True, 2.5)])
 def test_tensor_parallel_ranks_exchange_the_bytes_worked_out_by_hand(sequence_parallel, passes):
-    """4 tokens, 2 layers, 4 x 1/2 x 8 x 2 bytes each: 256 bytes a pass, at 1000 per second inside a node. Backward as
-    much, and half as much again to gather inputs. Between nodes of one GPU: at 100 per second."""
+    """4 tokens, 2 layers, 4 x 1/2 x 8 x 2 bytes each: 256 bytes a pass, at 1000 per second inside a
+    node. Backward as much, and half as much again to gather inputs. Between nodes of one GPU: at
+    100 per second."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 2), 2, sequence_parallel, 0.0, 64)
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     assert training_time(SMALL, layout, work, SLOW, HALF).tensor == pytest.approx(0.256 * passes)
@@ -239,9 +244,10 @@ def test_tensor_parallel_ranks_exchange_the_bytes_worked_out_by_hand(sequence_pa
 
 
 def test_context_parallel_ranks_pass_keys_and_values_round():
-    """Of 4 tokens 2 each, 2 layers; a key and a value of 4 numbers of 2 bytes go to CP - 1 = 1 other rank: 64 bytes a
-    pass, at 1000 per second; backward as much, and their gradients as much again. What is recomputed goes round once
-    more. The optimizer's state is shared as over data-parallel ranks."""
+    """Of 4 tokens 2 each, 2 layers; a key and a value of 4 numbers of 2 bytes go to CP - 1 = 1
+    other rank. They are 64 bytes a pass, at 1000 per second. Backward as much, and their gradients
+    as much again. Recomputed ones go round once more. The optimizer's state is shared as over
+    data-parallel ranks."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layout = TrainerLayout(ParallelSizes(1, 1, None, 2, cp=2), 2, False, 0.0, 64)
     time = training_time(SMALL, layout, work, SLOW, HALF)
@@ -254,9 +260,9 @@ def test_context_parallel_ranks_pass_keys_and_values_round():
 
 @pytest.mark.parametrize(("cp", "length"), [(2, 4), (4, 8)])
 def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, length):
-    """A sample of 1 + 3 tokens is cut into 2 x CP chunks: of 4 tokens nothing is padded, to 8 it grows to twice as
-    many: 2 x 1152 operations each, and attention over 1 + ... + 8 = 36 pairs of 32 in two layers; twice the
-    activations. The head, and what MFU counts, are those of 4 tokens."""
+    """A sample of 1 + 3 tokens is cut into 2 x CP chunks: with 4 nothing is padded, with 8 it
+    doubles. That is 2 x 1152 operations each, and attention over 1 + ... + 8 = 36 pairs of 32 in
+    two layers; twice the activations. The head and MFU count 4 tokens."""
     work = TrainingWork(1, THREE_TOKENS, 1, mini_batches=1)
     layout = TrainerLayout(ParallelSizes(1, 1, None, cp, cp=cp), 8, False, 0.0, 64)
     layers = (2 * 1152 * length + 2 * 32 * length * (length + 1) / 2 + 1312 * length) / 1e4
@@ -268,8 +274,8 @@ def test_context_parallel_ranks_compute_the_padding_of_each_sample_as_well(cp, l
 
 @pytest.mark.parametrize(("offloaded", "seconds"), [(0.0, 5.112), (0.25, 17.04), (1.0, 68.16)])
 def test_an_offloaded_optimizer_takes_the_time_of_the_nodes_memory(offloaded, seconds):
-    """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at 10^3 in the node's
-    memory; their gradients of 4 bytes come at 10^2, which takes as long."""
+    """1704 parameters: of 30 bytes each at 10^4 per second on the GPU, at the same time of 40 at
+    10^3 in the node's memory. Their gradients of 4 bytes come at 10^2, which takes as long."""
     layout = replace(ALONE, offloaded=offloaded)
     assert optimizer_step_s((1704, 0), layout, 0.0, SLOW, HALF) == pytest.approx(seconds)
     slower = replace(SLOW, host_link_bandwidth=1e2)
@@ -290,15 +296,17 @@ def test_the_plan_of_a_recipe_takes_longer_with_an_offloaded_optimizer():
         optimizer_step_s(parameters, trainer_layout(config, spec), 0.0, HARDWARE["h100"], Efficiency())
         for config in configs
     )
-    # 8 x 2 x 4 ranks: the last stage's parameters by DP 4; half of them by 40 bytes at 0.7 x 77 GB/s
+    # 8 x 2 x 4 ranks: the last stage's parameters by DP 4;
+    # half of them by 40 bytes at 0.7 x 77 GB/s
     share = sum(parameters) / 4
     assert offloaded - kept == pytest.approx(share / 2 * 40 / (0.7 * 77e9) - share * 30 / (0.7 * 3.35e12))
 
 
 def test_with_user_buffers_micro_batches_are_full_and_collectives_hide_behind_products():
-    """Three samples of 4 tokens in two optimizer steps of 6 tokens each, on TP 2 with a cap of 8: 16 tokens are
-    computed. Products of 16 x 2304 operations on two ranks take 1.8432 s, collectives of 16 x 64 bytes 1.024 s: they
-    hide. At a tenth of the links' rate 10.24 - 1.8432 s of them are left."""
+    """Three samples of 4 tokens in two optimizer steps of 6 tokens each, on TP 2 with a cap of 8:
+    16 tokens are computed. Products of 16 x 2304 operations on two ranks take 1.8432 s, collectives
+    of 16 x 64 bytes 1.024 s: they hide. At a tenth of the links' rate 10.24 - 1.8432 s of them are
+    left."""
     work = TrainingWork(3, THREE_TOKENS, 1, mini_batches=2)
     layout = TrainerLayout(ParallelSizes(2, 1, None, 2), 8, True, 0.0, max_tokens=8, tp_comm_overlap=True)
     time = training_time(SMALL, layout, work, SLOW, HALF)
@@ -315,8 +323,8 @@ def test_with_user_buffers_micro_batches_are_full_and_collectives_hide_behind_pr
 
 
 def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
-    """TP 2: 2 x (576 / 2 + 16) + 2 x 16 x 8 + 8 = 872 parameters. DP 2: half of 4 + 2 bytes each over the link, and
-    Adam over half of them."""
+    """TP 2: 2 x (576 / 2 + 16) + 2 x 16 x 8 + 8 = 872 parameters. DP 2: half of 4 + 2 bytes each
+    over the link, and Adam over half of them."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 4), 8, True, 0.0, 64)
     adam = 872 / 2 * 30 / 1e4
     assert sum(num_parameters(SMALL, layout.sizes, 0)) == 872
@@ -327,20 +335,23 @@ def test_gradients_are_reduced_and_weights_gathered_over_data_parallel_ranks():
 
 
 def test_experts_are_shared_by_the_ranks_that_hold_the_same_ones():
-    """TP 2 x DP 4, EP 4: 800 shared parameters are held by 4 ranks, 600 of experts by 2 x 4 / 4 = 2."""
+    """TP 2 x DP 4, EP 4: 800 shared parameters are held by 4 ranks,
+    600 of experts by 2 x 4 / 4 = 2."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 8, ep=4), 8, True, 0.0, 64)
     exchanged = (800 * 3 / 4 + 600 / 2) * (4 + 2) / 1e3
     adam = (800 / 4 + 600 / 2) * 30 / 1e4
     assert optimizer_step_s((800, 600), layout, 0.0, SLOW, HALF) == pytest.approx(exchanged + adam)
-    spread = replace(layout, sizes=ParallelSizes(2, 1, None, 8, ep=8))  # each expert once: nothing to exchange
+    # each expert once: nothing to exchange
+    spread = replace(layout, sizes=ParallelSizes(2, 1, None, 8, ep=8))
     alone = 800 * 3 / 4 * (4 + 2) / 1e3 + (800 / 4 + 600) * 30 / 1e4
     assert optimizer_step_s((800, 600), spread, 0.0, SLOW, HALF) == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(("gpus_per_node", "rate", "is_longer"), [(8, 1e3, False), (2, 1e2, True)])
 def test_weights_are_gathered_behind_the_next_forward_pass_save_the_last(gpus_per_node, rate, is_longer):
-    """2 passes of 4 optimizer steps: 7 of 8 gathers of 872 parameters hide, as far as the forward pass of a step's one
-    micro-batch takes, a third of it. Between nodes it takes less than the gather."""
+    """2 passes of 4 optimizer steps: 7 of 8 gathers of 872 parameters hide. They hide behind the
+    forward pass of a step's one micro-batch, a third of it. Between nodes it takes less than the
+    gather."""
     layout = TrainerLayout(ParallelSizes(2, 1, None, 4), gpus_per_node, True, 0.0, max_tokens=64)
     work = TrainingWork(32, THREE_TOKENS, 1, mini_batches=4, epochs=2)
     whole = training_time(SMALL, layout, work, SLOW, HALF)
@@ -353,8 +364,8 @@ def test_weights_are_gathered_behind_the_next_forward_pass_save_the_last(gpus_pe
 
 @pytest.mark.parametrize(("vpp", "chunks"), [(None, 1), (2, 2)])
 def test_a_pipeline_idles_for_all_but_one_of_its_stages_in_micro_batches(vpp, chunks):
-    """32 samples of 4 tokens at 16 tokens per micro-batch and 2 optimizer steps: 4 micro-batches each, and PP - 1 = 1
-    more is waited for."""
+    """32 samples of 4 tokens at 16 tokens per micro-batch and 2 optimizer steps: 4 micro-batches
+    each, and PP - 1 = 1 more is waited for."""
     layout = TrainerLayout(ParallelSizes(1, 2, vpp, 2), 8, False, 0.0, max_tokens=16)
     time = training_time(SMALL, layout, TrainingWork(32, THREE_TOKENS, 1, mini_batches=2), SLOW, HALF)
     worked = time.update - time.bubble - time.optimizer
@@ -388,8 +399,8 @@ def test_what_is_recomputed_follows_from_the_config(keys, share):
 
 
 def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
-    """A request of 1 + 4 tokens has 1 + 16 / 8 = 3 in the cache on average, of 2 x 2 layers x 4 x 2 = 32 bytes; 1448 of
-    the parameters are multiplied."""
+    """A request of 1 + 4 tokens has 1 + 16 / 8 = 3 in the cache on average, of 2 x 2 layers x 4 x 2
+    = 32 bytes. 1448 of the parameters are multiplied."""
     responses = Lengths(median=4, sigma=0.0, longest=8)
     assert mean_context(responses, 1) == 3
     assert (num_all_parameters(SMALL), active_parameters(SMALL)) == (1704, 1448)
@@ -402,8 +413,8 @@ def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
 
 
 def test_a_servers_work_for_each_request_makes_more_of_them_slower():
-    """Where the host's work hides behind no kernel: 0.02 s for each token of all, 0.003 s for one of a request, and
-    0.08 s per request, over 4 tokens."""
+    """If the host's work hides behind no kernel: 0.02 s for each token of all, 0.003 s for one of a
+    request, and 0.08 s per request, over 4 tokens."""
     responses = Lengths(median=4, sigma=0.0, longest=8)
     busy = replace(SLOW, host_token_s=0.02, host_request_token_s=0.003, host_request_s=0.08)
     hidden, shown = (server_speed(SMALL, 1, 10, responses, 1, hardware, HALF) for hardware in (SLOW, busy))

@@ -1,4 +1,5 @@
-"""The CPU adaptation of Megatron-core is a documented table, and fails by name when it no longer fits."""
+"""The CPU adaptation of Megatron-core is a documented table,
+and names its row that no longer fits."""
 
 import os
 import subprocess
@@ -40,7 +41,7 @@ class Ranks:
     [(1, True, False, False), (2, True, False, True), (1, False, False, True), (1, True, True, True)],
 )
 def test_gradients_of_a_single_rank_are_not_copied(num_ranks, in_place, async_op, is_done):
-    """Only where nothing would change, and nobody waits for a handle."""
+    """Only if nothing would change, and nobody waits for a handle."""
     target = "megatron.core.distributed.param_and_grad_buffer.dist_reduce_scatter_func"
     (row,) = (row for row in megatron_cpu.ADAPTATIONS if row.target == target)
     calls = []
@@ -95,7 +96,8 @@ def test_on_a_gpu_the_adaptation_is_not_even_imported(monkeypatch):
     assert megatron_cpu.__name__ not in sys.modules
 
 
-@pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0)])  # all of the node's GPUs, or this process's alone
+# all of the node's GPUs, or only this process's
+@pytest.mark.parametrize(("visible", "index"), [(8, 3), (1, 0)])
 def test_a_local_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(visible, index, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -104,7 +106,8 @@ def test_a_local_rank_takes_its_gpu_or_the_only_one_that_it_is_shown(visible, in
 
 
 def test_a_cuda_build_of_torch_beside_a_toolkit_without_a_gpu_is_no_news(tmp_path):
-    """A login node, or pip's usual torch on a developer's machine: torch would warn in each rank."""
+    """A login node, or pip's usual torch on a developer's machine:
+    torch would warn in each rank."""
     code = """
 import torch
 torch.version.cuda, torch.cuda._is_compiled, torch.cuda.is_available = "13.0", lambda: True, lambda: False
@@ -119,7 +122,7 @@ assert cpp_extension.CUDA_HOME
 
 
 def test_a_cuda_installation_without_a_driver_imports_everything_that_needs_no_gpu(tmp_path):
-    """A login node, where models are converted and jobs are tried: what is built for CUDA alone cannot be loaded."""
+    """A login node, for conversions and trial jobs: code built only for CUDA cannot be loaded."""
     (tmp_path / "flash_mla").mkdir()
     (tmp_path / "flash_mla" / "__init__.py").write_text(
         "raise OSError('libcuda.so.1: cannot open shared object file: No such file or directory')\n"
@@ -137,7 +140,7 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
 
 
 def driver_that_torch_cannot_use(monkeypatch, tmp_path) -> None:
-    """As of torch 2.14 for CUDA 13 on a machine whose driver is of CUDA 12."""
+    """As of torch 2.14 for CUDA 13 on a machine with a driver for CUDA 12."""
 
     def init() -> None:
         raise RuntimeError(f"{TOO_OLD}\nPlease update your GPU driver")
@@ -179,7 +182,7 @@ def test_elsewhere_nothing_is_refused(reason, monkeypatch, tmp_path):
 
 
 def test_a_target_that_moved_is_named_and_outside_the_table_torch_stays_as_it_is():
-    """In a process of its own, where nothing is adapted yet: all rows of the table, then one that does not fit."""
+    """In a process of its own, with nothing adapted yet: all rows of the table, then a misfit."""
     code = """
 import torch
 before = {name: getattr(torch, name) for name in ("empty", "ones", "full", "arange", "compile", "randn")}

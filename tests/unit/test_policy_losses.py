@@ -1,4 +1,4 @@
-"""Promises of the policy losses beside DAPO's: CISPO and GSPO are their papers' formulas, and what they refuse."""
+"""The policy losses beside DAPO's, CISPO and GSPO: their papers' formulas, and their refusals."""
 
 import math
 
@@ -45,11 +45,11 @@ def test_the_policy_losses_are_those_of_the_config():
     assert LossConfig().policy_loss == ActorConfig().policy_loss == "dapo"
 
 
-# ---------------------------------------------------------------------------------- the formulas, [B, S] and float64
+# ----------------------------------------------------------------- the formulas, [B, S] and float64
 
 
 class Responses:
-    """Random responses with some tokens that do not count, every one with at least one that does."""
+    """Random responses with some uncounted tokens, and at least one counted one each."""
 
     def __init__(self, seed: int, spread: float) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -104,7 +104,8 @@ class Responses:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
 def test_cispo_is_the_formula_of_its_paper(mode, seed):
-    """Token-mean is the paper's: sum of sg(clip(r)) A log p over all tokens of the batch, by their number."""
+    """Token-mean is the paper's: sum of sg(clip(r)) A log p over all tokens of the batch,
+    by their number."""
     responses = Responses(seed, spread=0.8)
     ours, shown = responses.loss_of(mode, Clip(0.4, 0.3), "cispo")
     ratio = (responses.log_probs - responses.old).exp().detach()
@@ -118,7 +119,8 @@ def test_cispo_is_the_formula_of_its_paper(mode, seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gspo_is_the_formula_of_its_paper(seed):
-    """arXiv 2507.18071, eq. 5 and 7: a mean over responses, the gradient through every token of a response."""
+    """arXiv 2507.18071, eq. 5 and 7: a mean over responses,
+    the gradient through every token of a response."""
     responses = Responses(seed, spread=0.3)
     ours, shown = responses.loss_of("seq-mean-token-mean", Clip(0.05, 0.08), "gspo")
     ratio, advantage = responses.ratios_of_responses(), responses.advantages[:, 0]
@@ -152,7 +154,8 @@ def test_any_aggregation_weighs_the_responses_of_gspo_as_it_weighs_their_tokens(
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_at_the_old_policy_all_of_them_are_the_policy_gradient(kind):
-    """With one optimizer step per rollout step: the gradient of -A log p, weighed as the mode says."""
+    """With one optimizer step per rollout step: the gradient of -A log p,
+    weighed as the mode says."""
     responses = Responses(5, spread=0.0)
     ours, shown = responses.loss_of("seq-mean-token-mean", Clip(3e-4, 4e-4), kind)
     gradient = torch.autograd.grad(ours, responses.log_probs)[0]
@@ -173,7 +176,7 @@ def test_a_weight_against_the_server_multiplies_the_loss_of_its_token(kind):
 
 
 def test_with_equal_weights_in_a_response_gspo_weighs_the_objective_of_the_response():
-    """What a correction per sequence does, and a rejection of whole sequences."""
+    """The effect of a correction per sequence, and of a rejection of whole sequences."""
     responses = Responses(7, spread=0.3)
     of_response = tensor(0.0, 1.0, 0.5, 2.0, 1.0, 0.0)
     importance = of_response[:, None].expand(6, 8)
@@ -221,7 +224,7 @@ def test_no_other_loss_reads_the_means_of_sequences():
         assert finalize(result.sums)["actor/ratio_mean"] == 1.0
 
 
-# ---------------------------------------------------------------------------------- in a micro-batch
+# --------------------------------------------------------------------------------- in a micro-batch
 
 
 def sample(index: int, mask: list[int], log_prob: float) -> TrainSample:
@@ -234,9 +237,10 @@ def sample(index: int, mask: list[int], log_prob: float) -> TrainSample:
 def test_every_token_has_the_mean_log_ratio_of_its_own_sequence(packed):
     samples = [sample(3, [0, 1, 1, 0, 1], -1.0), sample(5, [0, 0], 0.0), sample(4, [1], -4.0)]
     batch = collate(samples, pad_multiple=4, packed=packed)
-    log_probs = torch.full_like(batch.loss_mask, math.nan)  # where nothing counts it is not read
+    log_probs = torch.full_like(batch.loss_mask, math.nan)  # without counted tokens it is not read
     log_probs[batch.loss_mask != 0] = torch.tensor([-1.0, -2.0, -0.25, -1.5])
-    assert not sequence_log_ratio(batch.loss_mask, None, batch).any()  # no old log-probs: those of the policy itself
+    # no old log-probs: those of the policy itself
+    assert not sequence_log_ratio(batch.loss_mask, None, batch).any()
     means = sequence_log_ratio(log_probs.requires_grad_(), batch.rollout_log_probs, batch)
     assert means.shape == batch.tokens.shape and means.dtype == torch.float32 and not means.requires_grad
     by_sample = {i: values.tolist() for i, values in batch.by_sample(means).items()}
@@ -300,8 +304,8 @@ CORRECTION = "algorithm.rollout_correction"
     "kl, groups, level", [("low_var_kl", 4, "sequence"), ("full", 4, "token"), ("mse", 8, "token")]
 )
 def test_the_terms_beside_the_policy_loss_are_in_gspo_as_in_dapo(layout, model_path, tmp_path, kl, groups, level):
-    """At the old policy both have the same gradient, whatever else is in the loss; also where 8 groups make one
-    optimizer step of the rollout step, without old log-probs."""
+    """At the old policy both have the same gradient, with anything else in the loss. Also with 8
+    groups in one optimizer step of the rollout step, without old log-probs."""
     reference = make_tiny(tmp_path / "reference", "qwen3", seed=1, layers=2, hidden=32, heads=4)
     pairs = []
     for kind in ("dapo", "gspo"):

@@ -1,5 +1,8 @@
-"""What the preflight concludes: which node a slow network or a failed request is blamed on, what a GPU's driver tells,
-how much room checkpoints need."""
+"""The preflight's conclusions: the node behind a slow network or a failed request,
+a driver's answers.
+
+Also the room that checkpoints need.
+"""
 
 import itertools
 import json
@@ -70,7 +73,7 @@ def test_a_run_starts_servers_unless_they_are_given_or_replaced_by_dumped_batche
 @pytest.mark.parametrize(
     ("overrides", "is_told"),
     [((), True), ((GIVEN, SERVER_NODE), False), ((REPLAY, FROM_FILE, SERVER_NODE), False)]
-    + [((FROM_FILE, SERVER_NODE), True)],  # as a Slurm job names those that it starts
+    + [((FROM_FILE, SERVER_NODE), True)],  # as a Slurm job names its own
 )
 def test_the_plan_tells_the_memory_of_the_servers_that_the_run_starts(overrides, is_told):
     assert ("server: weights" in process_plan(demo(*overrides))) == is_told
@@ -95,7 +98,8 @@ def test_one_trainer_that_reaches_none_of_several_servers_is_blamed_itself():
 
 
 class Nvml:
-    """The driver's library as far as it is asked; a question whose answer is missing is not supported."""
+    """The driver's library as far as it is asked; a question
+    with a missing answer is not supported."""
 
     class NVMLError(Exception): ...
 
@@ -170,7 +174,7 @@ def test_the_reward_models_gpus_are_needed_on_its_node():
 
 def test_a_late_node_is_waited_for_but_not_a_faulty_one():
     def meet(other: Callable[[PreflightNodes], object]) -> list | PreflightError:
-        """What node 0 learns, which is first."""
+        """The knowledge of node 0, the first."""
         first = PreflightNodes(0, "a", ["a", "b"], "127.0.0.1:0", timeout_s=0.05, meeting_timeout_s=60.0)
         learned = []
 
@@ -349,9 +353,9 @@ def test_the_size_of_a_checkpoint_follows_from_the_model():
 @pytest.mark.parametrize(
     ("overrides", "count"),
     [
-        ((), 1),  # where it is asked to stop
+        ((), 1),  # at a stop on request
         (("trainer.save_interval=10",), 4),
-        (("trainer.save_interval=10", "trainer.keep_last=2"), 3),  # with the one that is being written
+        (("trainer.save_interval=10", "trainer.keep_last=2"), 3),  # with the one under way
         (("trainer.save_interval=1", "trainer.keep_last=2", "trainer.keep_every=20"), 5),
     ],
 )

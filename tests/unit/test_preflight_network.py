@@ -1,4 +1,4 @@
-"""Which network NCCL takes between nodes: read from its log, and told; sockets are refused unless they are wanted."""
+"""NCCL's network between nodes, read from its log, and told; sockets are refused unless wanted."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from launch.preflight.all_reduce import AllReduceTask
 
 pytestmark = pytest.mark.unit
 
-# what NCCL 2.21, 2.27 and 2.30 (src/init.cc, src/plugin/net.cc) write with NCCL_DEBUG=INFO
+# output of NCCL 2.21, 2.27 and 2.30 (src/init.cc, src/plugin/net.cc) with NCCL_DEBUG=INFO
 OF_SOCKETS = """\
 n1:880:887 [0] NCCL INFO NET/IB : No device found.
 n1:880:887 [0] NCCL INFO NET/Socket : Using [0]eth0:172.17.0.2<0>

@@ -1,4 +1,5 @@
-"""Which prompts are drawn, and when: mixtures of files, bands of pass rates, easy ones first; exactly resumable."""
+"""The choice of prompts over time: mixtures of files, bands of pass rates,
+easy ones first; resumable."""
 
 import json
 from collections import Counter
@@ -100,7 +101,7 @@ def test_measured_rates_order_the_next_epoch_and_survive_a_resume(rates, num_unk
     num = len(rates)
     cursor = PromptCursor(num, 3, is_measured=True)
     assert cursor.next(num) == PromptCursor(num, 3).next(num)
-    for number in range(num_unknown, num):  # also what was drawn last: the next order is not made yet
+    for number in range(num_unknown, num):  # also the last draw: the next order is not made yet
         cursor.note_rate(number, rates[number])
     resumed = PromptCursor(num, 3, is_measured=True)
     resumed.load_state_dict(from_bytes(to_bytes(cursor.state_dict())))
@@ -109,7 +110,7 @@ def test_measured_rates_order_the_next_epoch_and_survive_a_resume(rates, num_unk
     telling = [rate for rate in known if 0 < rate < 1]
     assert telling == sorted(telling, reverse=True) and sorted(second) == list(range(num))
     share = 1 - len(telling) / num
-    for size in range(1, num + 1):  # of what says nothing every part of the epoch has its share
+    for size in range(1, num + 1):  # prompts without signal: every part of the epoch has its share
         assert abs(sum(rate in (0, 1) for rate in known[:size]) - share * size) <= 1
     assert resumed.next(num + more) == second + cursor.next(more)
 
@@ -191,7 +192,8 @@ def test_files_have_short_names_that_tell_them_apart():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """For a controller; with files of the prompts p1, p3 ... and p0, p2 ..., each a data source of its own."""
+    """For a controller; with files of the prompts p1, p3 ...
+    and p0, p2 ..., each a data source of its own."""
     for made in rollout_folder(tmp_path, monkeypatch):
         for name, numbers in (("odd", range(1, 40, 2)), ("even", range(0, 40, 2))):
             rows = [{"prompt": f"p{number}", "label": "right", "data_source": name} for number in numbers]
@@ -200,7 +202,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_step_says_what_became_of_each_source(folder):
-    """The file of odd numbers has three quarters of the draws; its prompts 1 and 3 have no signal."""
+    """The file of odd numbers has three quarters of the draws;
+    its prompts 1 and 3 have no signal."""
 
     async def scenario(controller, servers):
         batch = await controller.next_batch(1, 1)
@@ -219,7 +222,8 @@ def test_a_step_says_what_became_of_each_source(folder):
 
 @pytest.mark.parametrize("curriculum", ["none", "column", "measured"])
 def test_a_resumed_run_draws_what_the_run_would_have_drawn(folder, curriculum):
-    """A mixture, through the controller's state as a checkpoint holds it, in the second epoch of one file."""
+    """A mixture, through the controller's state as a checkpoint holds it,
+    in the second epoch of one file."""
     for name in ("odd", "even"):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         rows = [row | {"difficulty": (7 * number) % 5} for number, row in enumerate(rows)]

@@ -1,4 +1,5 @@
-"""Prompt data sets: verl's and slime's rows, duplicates, lengths, errors that name the place; the cursor."""
+"""Prompt data sets: verl's and slime's rows, duplicates, lengths, errors with the place;
+the cursor."""
 
 import gzip
 import hashlib
@@ -84,7 +85,8 @@ def test_slime_rows_become_prompts(write):
 
 
 def test_extra_info_of_parquet_is_what_a_checkpoint_gives_back(tmp_path):
-    """A prompt that waits goes through JSON: its reward function must see the same before and after a resume."""
+    """A prompt that waits goes through JSON: its reward function must see the same
+    before and after a resume."""
     extra_info = {
         "when": datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
         "day": date(2026, 1, 2),
@@ -163,7 +165,7 @@ def test_dedup_keeps_exactly_the_first_of_each_content(tmp_path_factory, content
 
 
 def test_a_prompts_key_is_that_of_earlier_versions(tmp_path):
-    """Checkpoints hold a hash of the keys: a run resumes only where they are the same."""
+    """Checkpoints hold a hash of the keys: a run resumes only with the same keys."""
     content = json.dumps([verl_row("p\u00e9")["prompt"], "34"], sort_keys=True)
     (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [verl_row("p\u00e9")])).prompts
     assert prompt.key == hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""docs/exactness.md and the bugs that can be put in say the same; `make mutation ARGS=published` puts them in."""
+"""docs/exactness.md and the injectable bugs agree; `make mutation ARGS=published` puts them in."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Published runs beside the estimate: what docs/plan.md says of them is computed anew."""
+"""Published runs beside the estimate: the figures of docs/plan.md are computed anew."""
 
 from pathlib import Path
 

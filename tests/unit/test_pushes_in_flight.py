@@ -1,4 +1,4 @@
-"""Requests that survive a push of the weights: what is sent where, what is accepted, and that labels are right."""
+"""Requests that survive a push of the weights: destinations, accepted parts, right labels."""
 
 import asyncio
 import random
@@ -156,7 +156,8 @@ def test_what_a_half_pushed_server_writes_is_not_taken_and_it_is_asked_again_aft
             await until(lambda: half.num_open == whole.num_open == 1)
             await half.push(2, fails=True)
             await whole.push(2)
-            await until(lambda: len(whole.requests) == 2, 2.0)  # at the first look: 60 tokens take longer
+            # at the first look: 60 tokens take longer
+            await until(lambda: len(whole.requests) == 2, 2.0)
             await pool.expect(2)
             group = await running
             check_labels([group])
@@ -232,7 +233,8 @@ def test_a_request_that_ends_while_it_is_woken_for_a_slot_leaves_the_slot_to_the
 
 
 def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs():
-    """By another sampler, as after a resume. Finished ones stay, those that wait for a slot have nothing yet."""
+    """By another sampler, as after a resume. Finished ones stay;
+    those waiting for a slot have nothing yet."""
     lengths = iter([5])
 
     async def scenario():
@@ -262,7 +264,8 @@ def test_aborted_responses_go_on_later_with_their_tokens_versions_and_log_probs(
             group = replace(group, samples=tuple(finished), partials=tuple(partials))
             group = await sampler.sample_group(group, 5, SamplingParams(50))
             assert group.partials == () and len(group.samples) == 5 and group.samples[0] is finished[0]
-            begun = {partial.number: partial for partial in partials}  # they are aborted in any order
+            # they are aborted in any order
+            begun = {partial.number: partial for partial in partials}
             for one in group.samples[1:4]:
                 partial = begun[one.number]
                 number = len(partial.tokens)
@@ -308,7 +311,8 @@ def test_a_response_that_no_server_takes_leaves_the_others_of_its_group_to_finis
 
 
 async def partials_of(sampler, act, expected):
-    """The partial responses that are handed on by a group that began with BEGUN, and ends as expected after `act`."""
+    """The partial responses handed on by a group that began with BEGUN,
+    and ends as expected after `act`."""
     partials = []
     group = replace(draw(0, version=1), partials=(BEGUN,))
     running = asyncio.create_task(sampler.sample_group(group, 1, SamplingParams(50), on_partial=partials.append))
@@ -406,7 +410,7 @@ def test_a_server_that_cannot_be_pushed_to_while_it_generates_is_named_with_the_
 
 
 def test_requests_have_ids_of_one_length_of_which_none_begins_another():
-    """SGLang aborts every request whose id begins with the given one."""
+    """SGLang aborts every request with this beginning of its id."""
 
     async def scenario():
         server = WritingServer(lambda: 1)
@@ -419,7 +423,8 @@ def test_requests_have_ids_of_one_length_of_which_none_begins_another():
 
 
 def test_thirty_pushes_and_twenty_losses_in_flight_leave_every_label_right():
-    """Losses are closed sockets here; of processes that are killed: tests/e2e/test_elastic_servers.py."""
+    """Losses are closed sockets here; of processes that are killed:
+    tests/e2e/test_elastic_servers.py."""
     lengths = random.Random(3)
 
     async def scenario():

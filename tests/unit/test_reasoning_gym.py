@@ -1,6 +1,6 @@
-"""reasoning-gym's own tasks and verdicts: prompt files, the reward function, the environment of several attempts.
+"""reasoning-gym's own tasks and verdicts: prompt files, the reward function, repeated attempts.
 
-The package is real; packages that some of its tasks import, and the lock leaves out, are stood in for by empty ones.
+The package is real; empty stand-ins take the place of some tasks' packages outside the lock.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def package(tmp_path_factory):
     for name in LEFT_OUT:
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "__init__.py").write_text(STAND_IN)
-    sys.path.append(str(folder))  # behind the real ones, where they are installed
+    sys.path.append(str(folder))  # behind the real ones, if installed
     yield
     sys.path.remove(str(folder))
     tops = {name.partition("/")[0] for name in LEFT_OUT} | {"reasoning_gym"}

@@ -1,4 +1,4 @@
-"""Every shipped recipe parses, is free of contradictions, and has on what its name promises."""
+"""Every shipped recipe parses, has no contradictions, and switches on the features in its name."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def values(section: dict, prefix: str = "") -> dict[str, object]:
 
 
 def stated(path: Path) -> dict[str, object]:
-    """Return what a recipe's file itself says, by the dotted names of the keys."""
+    """Return a recipe file's own settings, by the dotted names of the keys."""
     return values(parse_yaml(path.read_text(encoding="utf-8"))[0])
 
 
@@ -109,9 +109,10 @@ def test_a_dapo_recipe_has_all_four_techniques_on_and_its_model_is_checked(name)
     assert not needs_reference(config)
 
 
-# The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"), and the authors' public
-# recipe (verl, recipe/dapo) for what the paper leaves out: prompts, dual clip, details of the optimizer. That one draws
-# gen batches of 1536 prompts and discards what a step of 512 has too much of.
+# The reference run, DAPO on Qwen2.5-32B: arXiv 2503.14476, section 4.1 ("Training Details"). The
+# authors' public recipe (verl, recipe/dapo) fills the paper's gaps: prompts, dual clip, details of
+# the optimizer. That recipe draws gen batches of 1536 prompts and discards a step's surplus over
+# 512.
 PUBLISHED = {
     "data.train_batch_size": 512,
     "data.max_prompt_length": 2048,
@@ -127,7 +128,8 @@ PUBLISHED = {
     "algorithm.dynamic_sampling.max_num_gen_batches": 10,
     "algorithm.overlong_reward_shaping.enable": True,
     "algorithm.overlong_reward_shaping.buffer_len": 4096,
-    "algorithm.overlong_reward_shaping.expected_len": None,  # max_response_length - buffer_len = 16384
+    # max_response_length - buffer_len = 16384
+    "algorithm.overlong_reward_shaping.expected_len": None,
     "algorithm.overlong_reward_shaping.penalty_factor": 1.0,
     "actor_rollout_ref.rollout.n": 16,
     "actor_rollout_ref.rollout.temperature": 1.0,
@@ -153,10 +155,11 @@ PUBLISHED = {
     "actor_rollout_ref.actor.optim.betas": (0.9, 0.999),
     "reward.function": "math_dapo",
 }
-# Trainer nodes, server nodes, (TP, PP, DP), servers, GPUs per server: all GPUs of 8 per node are used.
+# Trainer nodes, server nodes, (TP, PP, DP), servers,
+# GPUs per server: all GPUs of 8 per node are used.
 NODES = {"dapo_32b.yaml": (8, 8, (8, 2, 4), 16, 4), "dapo_7b.yaml": (1, 1, (4, 1, 2), 8, 1)}
-# What sampling while the trainer trains changes: steps of a quarter of the size, four times as many of them, the split
-# of the nodes, and how old a group may get.
+# Changes made by sampling beside training: steps of a quarter of the size, four times the number.
+# Also the split of the nodes, and the allowed age of a group.
 ASYNCHRONOUS = {
     "data.train_batch_size": (512, 128),
     "data.gen_batch_size": (1536, 384),
@@ -185,7 +188,8 @@ def test_the_reference_runs_recipes_have_its_published_values(name, key):
 
 @cache
 def discarded_share(train_batch_size: int, gen_batch_size: int, acceptance: float) -> float:
-    """Of what is generated, by the program's own queue and admission; which response is long has no part in it."""
+    """Of all generated groups, by the program's own queue and admission; the lengths of responses
+    have no part in it."""
     steps = Recipe(train_batch_size, gen_batch_size, n=2, max_staleness=0, num_steps=8, warm_up=0)
     draws = random_draws(Lengths(median=1, sigma=0.0, longest=1), acceptance, n=2, seed=3)
     machines = Machines(num_servers=1, slots_per_server=4096, token_s=1.0, train_s=1.0, push_s=0.0)
@@ -249,12 +253,13 @@ def test_the_asynchronous_recipe_takes_as_many_optimizer_steps_on_as_many_nodes_
     assert "prompts drawn in waves, a gen batch of 1536 at most" in process_plan(synchronous)
 
 
-# (TP, PP, DP, EP), layers of the chunks, GB of the fullest GPU, samples of full length that a server's cache holds
+# (TP, PP, DP, EP), layers of the chunks, GB of the fullest GPU, samples of full length that a
+# server's cache holds
 MIXTURES = {
     "dapo_qwen3_30b_a3b.yaml": ((4, 1, 4, 8), "48", 55, 90),
     "dapo_qwen3_235b_a22b.yaml": ((4, 6, 4, 8), "15, 4 x 16, 15", 72, 10),
 }
-# what a recipe of a mixture has otherwise than dapo_32b.yaml: nothing of the algorithm
+# differences of a mixture's recipe from dapo_32b.yaml: nothing of the algorithm
 OTHERWISE = re.compile(
     r"actor_rollout_ref\.(model\.path|actor\.megatron\.\w+_size|rollout\.(max_concurrency|server\.\w+))|trainer\.(experiment_name|nnodes|save_interval)"
 )

@@ -1,4 +1,5 @@
-"""`recompute_granularity: auto` is the least recomputation that the memory estimate leaves room for."""
+"""`recompute_granularity: auto` is the least recomputation that the memory estimate leaves room
+for."""
 
 import json
 
@@ -47,7 +48,8 @@ def every_choice(gigabytes: float):
 
 
 def test_of_all_that_fits_the_one_is_chosen_that_repeats_least():
-    """From GPUs into which nothing fits to those that need no recomputation, in steps that pass every choice."""
+    """From GPUs too small for anything to GPUs without need of recomputation,
+    in steps through every choice."""
     least = min(map(total_gb, every_choice(80)))
     most = total_gb(with_gpus_of(80, recompute_granularity="none"))
     chosen = set()

@@ -1,4 +1,4 @@
-"""Dumped batches: what the controller writes is what a replay trains on, and a damaged file is named."""
+"""Dumped batches: the controller writes a replay's training data, and a damaged file is named."""
 
 import asyncio
 import gzip
@@ -63,7 +63,7 @@ def filled(kind: type, name: str = "") -> object:
 
 
 def test_no_field_of_a_group_is_lost_in_a_dump_or_in_a_checkpoint(tmp_path):
-    """Whatever fields there are. An open group alone has partial responses, a finished one a baseline."""
+    """For every field. Only an open group has partial responses, a finished one a baseline."""
     group = replace(filled(Group), partials=())
     draw = replace(filled(Group), uid="drawn", baseline_reward=None, keep=True)
     assert draw.partials

@@ -1,4 +1,4 @@
-"""The comparison with experience replay and without: its arms, its base model's guesses, its plot, what it found."""
+"""The comparison with and without experience replay: its arms, base model, plot and findings."""
 
 import json
 import random

@@ -1,4 +1,5 @@
-"""Groups with a replayed sample on their way: controller, dynamic sampling, metrics, state, dumps, training batches."""
+"""Groups with a replayed sample: controller, dynamic sampling, metrics, state, dumps,
+training batches."""
 
 import asyncio
 import sys
@@ -83,7 +84,7 @@ def test_a_replayed_group_has_one_trajectory_of_an_earlier_step_and_n_minus_1_ne
 
     metrics = run(folder, scenario, Script())
     assert metrics["replay/num_replayed_groups"] == 2 and metrics["replay/age_mean"] == 1
-    assert metrics["rollout/staleness_max"] == 0  # of what was written for the step
+    assert metrics["rollout/staleness_max"] == 0  # of the tokens written for the step
     assert metrics["rollout/num_tokens"] == 14 * 2
 
 
@@ -165,11 +166,12 @@ def test_wrong_responses_only_leave_nothing_to_replay(folder):
     assert "replay/age_mean" not in metrics
 
 
-# ---------------------------------------------------------------------------------------------------- dynamic sampling
+# --------------------------------------------------------------------------------- dynamic sampling
 
 
 def filtered(num_right_of_7):
-    """A gen batch of one prompt with 8 responses: a replayed right one, and 7 new ones of which some are right."""
+    """A gen batch of one prompt with 8 responses: a replayed right one, and 7 new ones,
+    some of them right."""
     (group,) = synthetic_groups(64, num_groups=1, n=8)
     queue = GroupQueue(QueueLimits(1, 1), by_correctness("strict"))
     queue.begin(1, weight_version=1)
@@ -192,7 +194,8 @@ def test_task_a_one_replayed_success_and_seven_failures_is_kept():
     assert draw.samples[0].exp_mask and draw.samples[0].uid == draw.uid
     metrics = step_metrics(result, weight_version=5, num_retries=0, seconds=1.0)
     assert metrics["reward/accuracy"] == 0.0 and metrics["train/accuracy"] == 1 / 8
-    assert metrics["response_length/mean"] == metrics["response_length/max"] == 6  # the replayed one was not generated
+    # the replayed one was not generated
+    assert metrics["response_length/mean"] == metrics["response_length/max"] == 6
     assert metrics["rollout/staleness_max"] == 0
 
 
@@ -204,7 +207,7 @@ def test_task_b_one_replayed_success_and_seven_more_is_filtered():
     assert metrics["dapo/num_filtered_samples"] == 8 and metrics["dapo/filter_ratio"] == 1.0
 
 
-# ---------------------------------------------------------------------------------------------------- training batches
+# --------------------------------------------------------------------------------- training batches
 
 
 def with_one_replayed():
@@ -235,11 +238,12 @@ def test_old_log_probs_of_a_replayed_sample_are_the_recorded_ones(packed):
         assert set(marks[sample.sample_id].tolist()) == {float(is_replayed)}
         expected = sample.rollout_log_probs if is_replayed else np.full(sample.length, -9.0)
         assert old[sample.sample_id].tolist() == expected.tolist()
-    assert float(scored.exp_mask.sum()) >= samples[0].length  # padding behind it may be marked, it does not count
+    # padding behind it may be marked, it does not count
+    assert float(scored.exp_mask.sum()) >= samples[0].length
 
 
 def test_the_replayed_sample_belongs_to_its_groups_mean():
-    """One success of 4 by replay alone: deviations of 1, 0, 0, 0 are sqrt(3/16 * 4/3) = 0.5."""
+    """One success of 4, from replay: deviations of 1, 0, 0, 0 are sqrt(3/16 * 4/3) = 0.5."""
     (group,) = synthetic_groups(64, num_groups=1, n=4)
     samples = [replace(s, reward=float(i == 0), exp_mask=i == 0) for i, s in enumerate(group.samples)]
     advantages = [sample.advantage for sample in assemble([replace(group, samples=tuple(samples))])]

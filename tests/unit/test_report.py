@@ -1,4 +1,4 @@
-"""What the report reads from a run folder, and what its file carries."""
+"""The report's reading of a run folder, and the contents of its file."""
 
 import base64
 import http.client
@@ -39,7 +39,7 @@ def rewrite(run: RunFolder, lines: list[dict]) -> None:
 
 
 def chunks(page: str) -> dict[str, bytes]:
-    """What a page carries, unpacked as a browser does it."""
+    """A page's contents, unpacked as a browser does it."""
     parts = re.findall(r'<script type="text/plain" id="chunk-([\w-]+)">([\w+/=]*)</script>', page)
     return {name: zlib.decompress(base64.b64decode(content)) for name, content in parts}
 
@@ -390,7 +390,7 @@ def test_large_evaluations_leave_room_for_trained_answers_and_few_files_are_read
 
 
 def test_no_other_command_imports_the_drawing_packages():
-    """The trainer must not wait for it, nor fail where it is not installed."""
+    """The trainer must not wait for it, nor fail without it."""
     import subprocess
     import sys
 

@@ -1,5 +1,7 @@
-"""Any damage to the folder of a run ends in a page of what is whole, or in one sentence: never in a traceback, never
-in a wait, and within bounds of memory."""
+"""Damage to a run's folder ends in a page of its whole parts, or in one sentence.
+
+Never in a traceback, never in a wait, and within bounds of memory.
+"""
 
 import json
 import os
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = "1" + "0" * 400
-# what the viewer makes of an answer, in JavaScript, where a number has no toLowerCase and an object has no length
+# kinds for the viewer's JavaScript: there a number has no toLowerCase and an object has no length
 KINDS_OF = {
     "text": str,
     "reward": int | float,
@@ -42,7 +44,8 @@ KINDS_OF = {
 
 @pytest.fixture
 def run(tmp_path) -> RunFolder:
-    """Three steps with answers, tokens, an evaluation, a checkpoint, a machine and an end: all that the page reads."""
+    """Three steps with answers, tokens, validation, a checkpoint,
+    a machine and an end: the page's whole input."""
     run = write_run(tmp_path / "run", num_steps=3)
     write_validation(run, 3, [1, 4])
     run.checkpoint(2).mkdir(parents=True)
@@ -52,7 +55,8 @@ def run(tmp_path) -> RunFolder:
 
 
 def in_metrics(**values: object):
-    """Change these values in the record of step 1. Text that begins with = is put there as it stands."""
+    """Change these values in the record of step 1. Text that begins with = is put there
+    as it stands."""
 
     def damage(run: RunFolder) -> None:
         first, *lines = run.metrics.read_text().splitlines()
@@ -76,7 +80,7 @@ def in_all_metrics(**values: object):
 
 
 def line_in(path_of, content: str | bytes):
-    """Put a line before those that are there."""
+    """Put a line before the existing ones."""
 
     def damage(run: RunFolder) -> None:
         path = path_of(run)
@@ -128,7 +132,8 @@ def endless(path_of):
 
 
 def many_names(run: RunFolder) -> None:
-    """Two thousand records, each with its own thousand names: a table of them would have 4e9 places."""
+    """Two thousand records, each with its own thousand names:
+    a table of them would have 4e9 places."""
     lines = [json.dumps({"step": s, "time": START, **{f"m/{s}-{n}": 1 for n in range(1000)}}) for s in range(4, 2004)]
     run.metrics.write_text(run.metrics.read_text() + "\n".join(lines) + "\n")
 
@@ -347,7 +352,7 @@ NO_RUN = {
 
 
 def chunks(page: str) -> dict[str, bytes]:
-    """What a page carries, unpacked as a browser does it."""
+    """A page's contents, unpacked as a browser does it."""
     parts = re.findall(r'<script type="text/plain" id="chunk-([\w-]+)">([\w+/=]*)</script>', page)
     return {name: zlib.decompress(b64decode(content)) for name, content in parts}
 
@@ -358,7 +363,8 @@ def as_browser(content: bytes) -> object:
 
 
 def check_page(page: str) -> None:
-    """What is whole is there: the last step, its answers and their tokens; and all is of the kind that scripts read."""
+    """The whole parts are there: the last step, its answers and their tokens; and all is of the
+    kind that scripts read."""
     content = chunks(page)
     [data] = as_browser(content["summary"])["runs"]
     assert data["steps"]["reward/mean"][data["steps"]["step"].index(3)] is not None

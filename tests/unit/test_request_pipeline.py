@@ -1,4 +1,5 @@
-"""Requests over one connection: in order, without waiting for one another, and what is left of them after a failure."""
+"""Requests over one connection: in order, without mutual waits;
+and their remains after a failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,8 +24,8 @@ Handler = Callable[[bytes], Awaitable[None]]
 
 @asynccontextmanager
 async def aiohttp_server(handle: Handler) -> AsyncIterator[str]:
-    """The URL of a server that calls this with the body of each POST and answers when it returns. When it ends, all
-    that it has begun with is over."""
+    """The URL of a server that calls this with the body of each POST and answers when it returns.
+    At its end all of its work is over."""
 
     async def answer(request: web.Request) -> web.Response:
         await handle(await request.read())
@@ -43,7 +44,7 @@ async def aiohttp_server(handle: Handler) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def uvicorn_server(handle: Handler) -> AsyncIterator[str]:
-    """The same on what SGLang runs on."""
+    """The same on SGLang's own server library."""
 
     async def application(scope: dict, receive: Callable, send: Callable) -> None:
         body, more = b"", True
@@ -96,7 +97,8 @@ def test_the_next_request_is_there_before_the_answer_to_the_last_one():
     async def run() -> list[Answer]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             for number in (b"1", b"2"):
-                await reader.readuntil(b"body " + number)  # never, where the second waits for an answer
+                # never, if the second waits for an answer
+                await reader.readuntil(b"body " + number)
             for number in (b"1", b"2"):
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n" + number)
             await reader.read()
@@ -137,7 +139,8 @@ def test_a_call_that_is_given_up_fails_those_behind_it_which_are_not_taken_up(se
 
 
 def test_a_call_that_is_given_up_resets_the_connection():
-    """An orderly end is not seen by a server that works on a request: it would answer, and begin with the next one."""
+    """An orderly end is not seen by a server that works on a request: it would answer, and begin
+    with the next one."""
 
     async def run() -> None:
         is_there, was_reset = asyncio.Event(), asyncio.Event()

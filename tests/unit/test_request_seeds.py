@@ -1,4 +1,4 @@
-"""Seeds: each request has one of its own, the same in every run of the same seed; workers' generators have theirs."""
+"""Seeds: each request has its own, equal in runs of one seed; so have workers' generators."""
 
 import asyncio
 import json
@@ -41,7 +41,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def seeds_of_a_run(folder, seed=1, steps=(1, 2), **script):
-    """(input, seed) of every request of steps and their evaluations, over prompts that come again in each step."""
+    """(input, seed) of every request of steps and their validations, over prompts that come again
+    in each step."""
 
     async def scenario(controller, servers):
         for step in steps:
@@ -56,7 +57,8 @@ def seeds_of_a_run(folder, seed=1, steps=(1, 2), **script):
 
 
 def test_no_two_requests_of_a_run_share_a_seed(folder):
-    """Neither those of a group, of which SGLang would make one response, nor those of a prompt that is drawn again."""
+    """Different within a group (SGLang would make one response of equal ones),
+    and for a prompt drawn again."""
     asked = seeds_of_a_run(folder)
     assert len(asked) == 2 * (4 * 2 + 2 * 3) and len({seed for _, seed in asked}) == len(asked)
     assert all(0 <= seed < 2**63 for _, seed in asked)
@@ -76,7 +78,8 @@ def test_a_seed_is_the_same_on_every_machine():
 
 
 class Servers:
-    """A pool of one server that answers with the seed as a token; one request after the other is late."""
+    """A pool of one server that answers with the seed as a token;
+    one request after the other is late."""
 
     def __init__(self, aborted=()):
         self.version, self.cache_salt, self.is_aborting, self.aborted, self.asked = 1, None, True, {*aborted}, []
@@ -137,7 +140,7 @@ def test_responses_stand_in_a_group_by_their_numbers_whichever_is_there_first(dr
 
 
 def test_what_an_interruption_left_goes_on_with_the_seeds_that_it_had(drawn):
-    """Through the saved state: the finished, the unfinished and those that had not begun keep their numbers."""
+    """Through the saved state: the finished, the unfinished and the waiting keep their numbers."""
     whole = sampled(Servers(), drawn, 4)
     servers, finished, partials = Servers(aborted={1, 2}), [], [None]
     with pytest.raises(Aborted):
@@ -166,7 +169,7 @@ def test_a_partial_response_of_a_state_keeps_its_number():
     assert draw_from_plain(draw_to_plain(saved)).partials[0].number == 3
 
 
-# ------------------------------------------------------------------------------------------------ generators
+# --------------------------------------------------------------------------------------- generators
 
 DRAWING = """
 import random
@@ -195,7 +198,7 @@ def drawing(tmp_path, monkeypatch):
 
 
 def test_what_an_environment_draws_follows_from_the_trajectory(drawing):
-    """Whatever its process did before."""
+    """Regardless of its process's earlier work."""
 
     async def play(pool, seed):
         async with pool.session(seed) as environment:
@@ -254,7 +257,7 @@ def test_what_a_rank_draws_follows_from_the_runs_seed():
     assert drawn("1") == drawn("1") != drawn("2")
 
 
-# ------------------------------------------------------------------------------------------------ the key
+# ------------------------------------------------------------------------------------------ the key
 
 
 def test_deterministic_cannot_go_with_servers_that_write_while_the_trainer_trains():

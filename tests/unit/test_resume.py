@@ -1,4 +1,4 @@
-"""Resume: the newest whole checkpoint is found after any kill, changed configs are named, nothing is lost silently."""
+"""Resume: the newest whole checkpoint after any kill, changed configs named, no silent loss."""
 
 import multiprocessing
 import os
@@ -66,12 +66,12 @@ def damaged(tmp_path):
     return tmp_path
 
 
-# ---------------------------------------------------------------------------------------------------- kill -9
+# ------------------------------------------------------------------------------------------ kill -9
 
 
 def test_after_a_kill_at_any_moment_the_run_goes_on_from_its_newest_whole_checkpoint(tmp_path):
-    """Processes that write checkpoints all the time, killed at random moments; the trainer itself in
-    tests/e2e/test_kills.py."""
+    """Processes that write checkpoints all the time, killed at random moments;
+    the trainer itself in tests/e2e/test_kills.py."""
     root, log, moments = tmp_path / "checkpoints", tmp_path / "log", random.Random(7)
     root.mkdir()
     context = multiprocessing.get_context("forkserver")
@@ -105,7 +105,7 @@ def wait_for_line(log, number: int) -> str:
     raise AssertionError("the process does not go on")
 
 
-# ---------------------------------------------------------------------------------------------------- the choice
+# --------------------------------------------------------------------------------------- the choice
 
 
 def test_the_newest_whole_checkpoint_is_taken_and_damaged_ones_are_skipped_by_name(damaged):
@@ -170,7 +170,7 @@ def test_a_part_without_use_in_this_run_is_reported(tmp_path):
 
 
 class Rollout:
-    """Keeps what it is given; takes only a state of its own prompts."""
+    """Keeps all it is given; takes only a state of its own prompts."""
 
     def __init__(self, **state) -> None:
         self.state = {"queue": {"num_drawn": 0, "kept": [], "open": []}} | state
@@ -224,7 +224,7 @@ def test_a_run_in_fp8_with_delayed_scaling_reports_its_lost_history():
     assert not_kept(config(fp8[0])) == not_kept(config()) == []
 
 
-# ---------------------------------------------------------------------------------------------------- the config
+# --------------------------------------------------------------------------------------- the config
 
 
 def test_a_changed_key_that_matters_is_named_with_the_override_that_accepts_it(two):
@@ -287,7 +287,7 @@ def test_a_key_that_only_one_of_the_programs_has(two):
 
 
 def test_a_key_with_names_of_the_users_own_is_one_value():
-    """Any that there is: those whose default is a mapping."""
+    """Any key with a mapping as its default."""
     keys = [name for name, key in known_keys().items() if isinstance(key.default, dict)]
     assert len(keys) > 1
     for key in keys:
@@ -309,7 +309,7 @@ def test_equal_configs_have_one_hash_and_others_another():
     assert config_hash(config()) == config_hash(config("trainer.seed=1")) != config_hash(config("trainer.seed=2"))
 
 
-# ---------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def test_a_second_save_waits_for_the_first(tmp_path):
@@ -325,8 +325,8 @@ def test_a_second_save_waits_for_the_first(tmp_path):
 
 
 def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Files, then the names of files, then the manifest, then the rename, and the rename itself: after a power cut a
-    folder with a checkpoint's name is whole."""
+    """Files, then the names of files, then the manifest, then the rename, and the rename itself.
+    After a power cut a folder with a checkpoint's name is whole."""
     calls, fsync, rename = [], os.fsync, os.rename
 
     def noted_fsync(descriptor: int) -> None:
@@ -397,7 +397,7 @@ class ThreeRanks(SingleRank):
         return [self._others[0], value, self._others[1]]
 
 
-# ---------------------------------------------------------------------------------------------------- stopping
+# ----------------------------------------------------------------------------------------- stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -431,7 +431,8 @@ def test_a_launchers_sigterm_is_reported_as_its_users_action(tmp_path, monkeypat
 
 
 def end_of(stop, *numbers: signal.Signals) -> int | None:
-    """Exit code of a process that enters `stop` and gets the signals, 0.1 s apart; none = it goes on."""
+    """Exit code of a process that enters `stop` and gets the signals, 0.1 s apart;
+    None if it goes on."""
     context = multiprocessing.get_context("fork")
 
     def work(sender) -> None:
@@ -460,7 +461,7 @@ def end_of(stop, *numbers: signal.Signals) -> int | None:
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
 def test_sigterm_to_a_rank_that_its_launcher_passes_on_as_well_is_one_request(tmp_path, first):
-    """Where every process of a group is told, a rank hears it twice: it saves all the same."""
+    """A signal to every process of a group reaches a rank twice: it saves all the same."""
     assert end_of(StopRequest(tmp_path / "stop", SingleRank()), first, signal.SIGTERM) is None
 
 

@@ -1,4 +1,4 @@
-"""Whatever gives the rewards: it has a deadline, its errors are counted by source, and so is the wait for it."""
+"""Every giver of rewards has a deadline; its errors and the wait for it are counted by source."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Reward functions that are coroutines, that score all responses to a prompt together, or a batch of any prompts."""
+"""Reward functions as coroutines, for all responses to a prompt together, or for any batch."""
 
 import asyncio
 import inspect

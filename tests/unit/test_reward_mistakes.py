@@ -1,4 +1,4 @@
-"""Mistakes about rewards, judges and the choice of prompts are one sentence each, with key and cure; exit code 2."""
+"""Mistakes about rewards, judges and prompts: one sentence each, with key and cure; exit code 2."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ JUDGE = "reward.judge.url=http://a:1/v1"
 MODEL = "reward.model.path={model}"
 URL = "reward.model.url=http://host:1"
 FILES = "data.train_files=[{prompts}]"
-# (settings, the key that a sentence names, what it says of it)
+# (settings, the key that a sentence names, its words about it)
 MISTAKES = [
     (["reward.function=math_verfy"], "reward.function", "the nearest is math_verify"),
     (["reward.function=score"], "reward.function", "package.module:function"),

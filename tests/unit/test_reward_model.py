@@ -1,4 +1,5 @@
-"""Scores of a reward model: how they are combined, what failures cost, and what a config must say of it."""
+"""Scores of a reward model: their combination, the cost of failures,
+and the demands on its config."""
 
 import asyncio
 import json
@@ -34,7 +35,8 @@ class Characters:
 
 
 class Client:
-    """Scores a response by its length, but for what a test scripts: exceptions and answers, one per request."""
+    """Scores a response by its length, except for a test's script: exceptions and answers,
+    one per request."""
 
     url = "http://one:1"
 

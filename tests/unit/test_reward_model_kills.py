@@ -1,4 +1,4 @@
-"""A reward model whose server is killed again and again: no response goes without its score, none is scored twice."""
+"""A reward model with a server killed again and again: each response is scored, and none twice."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With prompts, and a reward model whose server is a stand-in; its own supervisor starts it again."""
+    """With prompts, and a reward model on a stand-in server; its own supervisor starts it again."""
     for made in rollout_folder(tmp_path, monkeypatch):
         model = made / "reward_model"
         model.mkdir()

@@ -1,4 +1,4 @@
-"""Verifiers: what is right, what is wrong, and that no text whatever makes them raise or hang."""
+"""Verifiers: right answers, wrong answers, and that no text makes them raise or hang."""
 
 import threading
 import time
@@ -78,7 +78,7 @@ MATH_VERIFY = [
     (boxed("\\frac{1}{0}"), "5", False),
 ]
 
-# data source, and what the reward that verl 0.9 has for it gives a right and a wrong answer
+# data source, and the scores of its reward in verl 0.9 for a right and a wrong answer
 VERL_SOURCES = [
     *((source, 1.0, -1.0) for source in ("math", "math_dapo", "math_dapo_reasoning", "aime2024", "aime_2025")),
     *((source, 1.0, 0.0) for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval")),
@@ -101,7 +101,7 @@ HOSTILE = [
     (boxed("(" * 2000 + "1" + ")" * 2000), "1", False),
     (boxed("\\frac{1}{" * 200 + "2" + "}" * 200), "1", False),
     (boxed(SET_2000), SET_2000, True),
-    (boxed(SET_2000_REVERSED), SET_2000, False),  # beyond what is worth sympy's time
+    (boxed(SET_2000_REVERSED), SET_2000, False),  # not worth sympy's time
     ("\0\0 \\boxed{5} \0", "5", True),
     ("\ud800 \\boxed{5}", "5", True),
     (" " * 100_000, "5", False),
@@ -134,7 +134,7 @@ def test_math_verify_compares_mathematics(response, truth, correct):
 @pytest.mark.parametrize(("response", "truth", "correct"), HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answers_get_their_verdict_at_once(response, truth, correct):
     for verifier, right in ((math_verify, correct), (math_dapo, None), (exact_match, None)):
-        verdict = verifier("", response, truth, {})  # TimeoutError where it goes on and on
+        verdict = verifier("", response, truth, {})  # TimeoutError for endless work
         assert right is None or verdict["correct"] == right
 
 
@@ -188,7 +188,8 @@ def test_exact_match_compares_the_named_part(kwargs, response, correct):
     ],
 )
 def test_what_a_response_answers_comes_with_its_verdict(function, response, answer):
-    """For the vote: in a form in which equal answers are equal; of one's own function as it says, or as we read it."""
+    """For the vote: in a form in which equal answers are equal; of one's own function as it says,
+    or as we read it."""
     assert score_response(function, {}, "", response, "1", {}).answer == answer
 
 
@@ -275,7 +276,7 @@ def test_the_score_of_a_wrong_answer_is_the_functions():
 
 
 def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monkeypatch):
-    """A process that sleeps is one whose cores others have."""
+    """Sleep stands for a process with its cores taken by others."""
 
     def wait(*args, **kwargs):
         time.sleep(1.5)
@@ -297,7 +298,8 @@ def test_the_time_limit_ends_sleep_and_computation(monkeypatch, work):
 
 
 def test_the_time_limit_holds_even_if_its_first_alarm_is_lost(monkeypatch):
-    """What is raised in a destructor or a gc callback is dropped by Python; the next alarm comes a second later."""
+    """Python drops exceptions of a destructor or a gc callback;
+    the next alarm comes a second later."""
     lost = []
 
     def swallow_the_first_alarm(*args, **kwargs):

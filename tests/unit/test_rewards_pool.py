@@ -1,4 +1,4 @@
-"""The reward pool: one bad response costs one sample, is counted, and the next response is scored."""
+"""The reward pool: one bad response costs one sample, is counted, and the next one is scored."""
 
 import asyncio
 import os
@@ -391,7 +391,7 @@ def test_what_a_function_left_behind_and_ended_leaves_no_zombie(tmp_path):
 
 
 def test_a_worker_starts_under_any_limit_of_the_stack():
-    """`ulimit -s` is each thread's stack, and may be more than all the memory that a worker is allowed."""
+    """`ulimit -s` is each thread's stack, and may exceed all the memory allowed to a worker."""
     usual = resource.getrlimit(resource.RLIMIT_STACK)
     try:
         resource.setrlimit(resource.RLIMIT_STACK, (4 << 30, usual[1]))

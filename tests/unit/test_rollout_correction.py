@@ -1,4 +1,4 @@
-"""Promises of importance weights and rejection: the formulas, the count, and nothing of it by how a batch was cut."""
+"""Importance weights and rejection: formulas and count, the same for every cut of a batch."""
 
 import math
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_rejecting_everything_leaves_kl_and_entropy_and_the_count():
     loss, gradient, shown, count = loss_of(torch.zeros(4, dtype=torch.float64))
     assert count == 4 and shown["actor/pg_loss"] == 0.0
     assert loss == pytest.approx(4 * (0.1 * 0.3**2 / 2 - 0.2 * 0.7))
-    assert gradient.tolist() == pytest.approx([0.1 * 0.3] * 4)  # the KL's alone
+    assert gradient.tolist() == pytest.approx([0.1 * 0.3] * 4)  # only the KL's
 
 
 def test_importance_multiplies_loss_and_gradient_of_its_token():

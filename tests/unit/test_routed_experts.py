@@ -1,4 +1,5 @@
-"""The experts that the servers chose: asked for, read, joined over turns, kept in states and files, and dropped."""
+"""The servers' chosen experts: asked for, read, joined over turns,
+kept in states and files, dropped."""
 
 import asyncio
 import base64
@@ -86,7 +87,8 @@ def test_a_request_asks_for_experts_from_a_place_on_and_its_answer_has_them():
     def asked(question: ExpertQuestion | None) -> Generation:
         return ask({"POST /generate": handler}, lambda client: client.generate([1, 2], SAMPLING, 5.0, experts=question))
 
-    generation = asked(ExpertQuestion(SHAPE, start=1))  # 2 + 3 tokens, without the first and the last
+    # 2 + 3 tokens, without the first and the last
+    generation = asked(ExpertQuestion(SHAPE, start=1))
     assert (seen["return_routed_experts"], seen["routed_experts_start_len"]) == (True, 1)
     assert generation.routed_experts.tolist() == ROWS[:3].flatten().tolist()
     with pytest.raises(ServerError, match="12 routed experts for 4 tokens"):
@@ -103,7 +105,8 @@ def test_turns_are_joined_and_each_request_asks_for_what_is_not_known_yet(tokeni
     async def generate(tokens, params, budget):
         starts.append(budget.num_routed)
         written = turns[len(starts) - 1]
-        known = np.arange(budget.num_routed, len(tokens) + len(written) - 1)  # each token's row is its place
+        # each token's row is its place
+        known = np.arange(budget.num_routed, len(tokens) + len(written) - 1)
         experts = np.repeat(known, SHAPE.per_token).astype(np.uint8)
         return Generation(written, (-0.5,) * len(written), "stop", (7,) * len(written), routed_experts=experts)
 
@@ -115,7 +118,7 @@ def test_turns_are_joined_and_each_request_asks_for_what_is_not_known_yet(tokeni
 
 
 def test_a_response_that_goes_on_after_a_stop_gets_the_experts_of_all_of_it():
-    """Its request reads what there was again: nothing is kept but tokens."""
+    """Its request reads the earlier part again: only tokens are kept."""
     asked = []
 
     async def generate(tokens, params, budget):
@@ -212,7 +215,7 @@ def test_servers_are_told_to_return_experts_where_the_trainer_replays_them_and_t
 
 
 def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
-    """What a sampler that wants experts takes of a server's answer."""
+    """A server's answer as taken by a sampler with need of experts."""
 
     class Client:
         url = "http://one:1"
@@ -232,6 +235,7 @@ def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
 
 def test_a_server_without_the_option_is_named_with_the_cure():
     assert sampled(np.zeros(4, np.uint8)).routed_experts.tolist() == [0] * 4
-    assert sampled((), reason="abort").finish_reason == "abort"  # of what a stop ended nothing is kept but tokens
+    # of a response ended by a stop only tokens are kept
+    assert sampled((), reason="abort").finish_reason == "abort"
     with pytest.raises(UserError, match="Server http://one:1 .* --enable-return-routed-experts, or set router_replay"):
         sampled(())

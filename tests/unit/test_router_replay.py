@@ -1,5 +1,5 @@
-"""Routers take the experts that they are given: exactly, with the gradient of their own scores, also when computed
-again."""
+"""Routers take the given experts: exactly, with their own scores' gradient,
+also when recomputed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,7 +72,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def hidden_states(parts: ModelParts, seed: int, router_pass: RouterPass | None) -> torch.Tensor:
-    """What all layers make of some tokens; the head is left out."""
+    """The output of all layers for some tokens; the head is left out."""
     (chunk,) = parts.chunks
     with chunk.router_replay.during(router_pass):
         embedded = chunk.embedding(tokens(seed), torch.arange(TOKENS)[None])
@@ -87,8 +87,9 @@ def gradients(parts: ModelParts) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_computes_its_tokens_with_the_given_experts(folders, layout, kind):
-    """The oracle, in float64: of these experts the softmax of the router's logits, over all or over them alone; or
-    their sigmoid, divided by the sum and times 1.5, without the bias, and a shared expert."""
+    """The oracle, in float64: of these experts the softmax of the router's logits, over all or only
+    over them. Or their sigmoid, divided by the sum and times 1.5, without the bias, and a shared
+    expert."""
     norm, per_token = KINDS[kind]
     parts = model(folders[kind], layout)
     (chunk,) = parts.chunks
@@ -232,7 +233,8 @@ def test_a_steps_experts_stay_in_the_hosts_memory_and_on_gpus_in_pages_that_copi
     ((expected,),) = cut.added([[samples]], [[batch]])
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    ((got,),) = cut.added([[samples]], [[replace(batch, tokens=batch.tokens.to("meta"))]])  # on some device
+    # on some device
+    ((got,),) = cut.added([[samples]], [[replace(batch, tokens=batch.tokens.to("meta"))]])
     assert got.experts.device == torch.device("cpu") and torch.equal(got.experts, expected.experts)
     assert pinned == []
     monkeypatch.setattr(router_replay, "is_gpu", lambda: True)
@@ -242,8 +244,8 @@ def test_a_steps_experts_stay_in_the_hosts_memory_and_on_gpus_in_pages_that_copi
 
 @pytest.mark.parametrize("recompute", [{}, dict(recompute_granularity="full")])
 def test_micro_batches_have_their_experts_on_the_device_while_they_run(folders, layout, monkeypatch, recompute):
-    """With copies in place of those that a device would have: what the routers record there comes back, and is what
-    they replay."""
+    """With copies in place of a device's own: the routers' recordings there come back,
+    and are the ones replayed."""
     parts = model(folders["weights divided by their sum"], layout, **recompute)
     schedule = Schedule(parts, parts.chunks, temperature=1.0)
     batches = [
@@ -279,9 +281,9 @@ SHAPE = RouterShape(3, MoEConfig(num_experts=8, experts_per_token=2, norm_topk_p
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_rank_has_the_experts_of_its_tokens_and_layers(packed, tp, cp):
-    """Token by token: what stands in a row says of which token of which sample it is."""
+    """Token by token: a row's contents tell its sample and its token."""
     if cp > 1 and not packed:
-        return  # context parallelism cuts packed samples alone
+        return  # context parallelism cuts only packed samples
     samples = assemble(with_experts(synthetic_groups(64, num_groups=2, n=2), SHAPE))
     multiple = (2 * cp if cp > 1 else 1) * tp
     batch = collate(samples, packed=packed, pad_multiple=multiple, segment_multiple=2 * cp if cp > 1 else 1)

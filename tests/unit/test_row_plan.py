@@ -1,4 +1,5 @@
-"""Which rows reach the head: every counted row once, in chunks that fit the buffer, the same on every rank."""
+"""The head's rows: every counted row once, in chunks that fit the buffer,
+the same on every rank."""
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 class Group:
-    """What RowPlan asks of a process group."""
+    """A process group as far as RowPlan asks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -55,7 +56,8 @@ def test_chunks_together_hold_every_counted_row_once_and_gather_to_it(case):
 
 @given(masks)
 def test_a_chunk_is_full_wherever_enough_rows_are_left(case):
-    """Even where one slice holds all of them: as many chunks as the rows need, and few more at the seams."""
+    """Even with all of them in one slice: the chunks that the rows need,
+    and few more at the seams."""
     size, mask, chunk_size = case
     counted = np.flatnonzero(mask)
     group = Group(0, size) if size > 1 else None

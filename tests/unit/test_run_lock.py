@@ -1,4 +1,4 @@
-"""One run in a run folder at a time, and none is kept out by one that is gone."""
+"""One run in a run folder at a time, and a vanished one keeps nobody out."""
 
 import subprocess
 import sys

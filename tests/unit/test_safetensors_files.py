@@ -60,7 +60,8 @@ def test_slices_are_those_of_the_tensor(tmp_path, name, dim, size):
 
 
 def test_a_slice_of_several_tensors_in_one_is_that_of_each(tmp_path):
-    """As gate and up of GLM-4, or tensors of other heights; and all slices are the whole tensor again."""
+    """As gate and up of GLM-4, or tensors of other heights;
+    and all slices are the whole tensor again."""
     blocks = (8, 4, 2)
     whole = torch.arange(28).view(14, 2).float()
     save_file({"qkv": whole}, tmp_path / "model.safetensors")
@@ -122,7 +123,7 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path):
         SafetensorsFolder(tmp_path)
     index = {"weight_map": dict.fromkeys(contents, "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert set(SafetensorsFolder(tmp_path).names) == set(contents)  # its files alone count
+    assert set(SafetensorsFolder(tmp_path).names) == set(contents)  # only its files count
     save_file(contents, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"has model\.safetensors, which transformers reads, and an index of other"):
         SafetensorsFolder(tmp_path)

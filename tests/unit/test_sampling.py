@@ -1,4 +1,4 @@
-"""Groups made with scripted servers: what is asked of them, and what the samples say."""
+"""Groups made with scripted servers: the requests, and the contents of the samples."""
 
 import asyncio
 import json
@@ -75,7 +75,8 @@ SHAPING = [
 
 def test_remax_groups_carry_the_shaped_reward_of_one_greedy_answer(folder):
     batch, requests = first_batch(folder, "remax", *SHAPING)
-    assert [group.baseline_reward for group in batch.groups] == [0.75] * 4  # right 1, truncated -0.25
+    # right 1, truncated -0.25
+    assert [group.baseline_reward for group in batch.groups] == [0.75] * 4
     assert [[sample.reward for sample in group.samples] for group in batch.groups] == [[0.0, 0.0]] * 4
     asked = sorted((request["temperature"], request["top_p"]) for request in requests)
     assert asked == [(0.0, 1.0)] * 4 + [(1.0, 0.9)] * 8
@@ -127,7 +128,7 @@ MULTI_TURN = [
 
 
 class NextWord(FakeServer):
-    """Answers "right", or "wrong" where the text so far is of prompt p3."""
+    """Answers "right", or "wrong" if the text so far is of prompt p3."""
 
     def _answer(self, fields, aborted):
         self.script.default = ("wrong",) if fields["input_ids"][0] == WORDS.index("p3") else ("right",)
@@ -135,7 +136,7 @@ class NextWord(FakeServer):
 
 
 def with_two_servers(folder, use, *overrides):
-    """What `await use(controller, servers)` returns."""
+    """The result of `await use(controller, servers)`."""
     (folder / "two_turns.py").write_text(ENVIRONMENT)
 
     async def scenario():
@@ -157,7 +158,8 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
         for server in servers:
             server.hold.clear()
         step = asyncio.create_task(controller.next_batch(1, 1))
-        while sum(server.num_open for server in servers) < 4:  # one of each environment: two at each server
+        # one of each environment: two at each server
+        while sum(server.num_open for server in servers) < 4:
             await asyncio.sleep(0.01)
         for server in servers:
             server.hold.set()
@@ -187,7 +189,7 @@ def test_a_multi_turn_step_token_by_token_metric_by_metric(folder):
     }  # fmt: skip
     assert {name: batch.metrics[name] for name in expected} == expected
 
-    for sent in requests:  # each trajectory stays where its beginning is known
+    for sent in requests:  # each trajectory stays at the server with its beginning
         first = sorted(tokens[0] for tokens in sent if len(tokens) == 1)
         second = sorted(tokens[0] for tokens in sent if len(tokens) == 4)
         assert first == second and len(first) >= 2
@@ -212,7 +214,8 @@ def test_a_turn_whose_server_fails_is_sent_to_another_one_with_all_its_tokens(fo
         return batch, [sorted(len(r["input_ids"]) for r in server.requests) for server in servers]
 
     batch, (broken, whole) = with_two_servers(folder, use)
-    assert whole == [1] * 8 + [4] * 8 and broken  # each turn was answered once, by the server that works
+    # each turn was answered once, by the server that works
+    assert whole == [1] * 8 + [4] * 8 and broken
     assert {sample.num_turns for group in batch.groups for sample in group.samples} == {2}
     assert batch.metrics["rollout/num_retries"] == len(broken)
 

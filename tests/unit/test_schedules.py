@@ -1,9 +1,9 @@
-"""Queue and admission under random schedules: orders of answers, kills, groups without signal, stops and resumes.
+"""Queue and admission under random schedules: orders, kills, groups without signal, stops, resumes.
 
-The servers, the trainer and the filling are played; queue and admission are the program's. Promises, at every event:
-the account of draws is closed; each uid is handed out once, in the order of draws; no token is older than
-`max_staleness`; there is always something to do; and there are never more open draws than the steps that may train on
-them have places.
+The servers, the trainer and the filling are played; queue and admission are the program's.
+Promises, at every event: the account of draws is closed. Each uid is handed out once, in the order
+of draws. No token is older than `max_staleness`. There is always something to do. There are never
+more open draws than places in the steps that may train on them.
 """
 
 import random
@@ -35,7 +35,8 @@ def without_statistics(monkeypatch):
 
 @cache
 def has_signal(number: int, seed: int) -> bool:
-    """Of a draw by its number, as the same prompt gives it after a resume too; seed 0 of 3 has long dry spells."""
+    """Of a draw by its number, as the same prompt gives it after a resume too;
+    seed 0 of 3 has long dry spells."""
     rate = 0.15 if seed % 3 == 0 and (number // 8) % 3 == 0 else 0.6
     return random.Random(f"{seed}/{number}").random() < rate
 
@@ -78,7 +79,8 @@ class Schedule:
     is_disturbed: bool = True  # by kills and resumes
     num_handed: list[int] = field(default_factory=list)  # numbers of draws, in the order handed out
     batches: list[list[int]] = field(default_factory=list)
-    under_way: dict[str, int] = field(default_factory=dict)  # uid -> version with which a sample was begun
+    # uid -> version with which a sample was begun
+    under_way: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         setup = random.Random(f"setup {self.seed}")
@@ -94,7 +96,8 @@ class Schedule:
         self.num_responses = setup.randint(1, 2)
         self.queue = self.new_queue()
         self.has_changed = False
-        self.is_controller_lost = setup.random() < 0.2  # wherever the run is killed: then samples are not saved
+        # at every kill of the run: then samples are not saved
+        self.is_controller_lost = setup.random() < 0.2
         self.version = 0
         self.is_asked = True
         self.queue.begin(1, 0)
@@ -106,7 +109,7 @@ class Schedule:
 
         return GroupQueue(self.limits, reason)
 
-    # ------------------------------------------------------------------------------------------------ what is played
+    # --------------------------------------------------------------------------------- played parts
 
     def run(self) -> None:
         while self.queue.num_steps < self.total_steps:
@@ -166,7 +169,7 @@ class Schedule:
         self.queue.decide()
 
     def kill_a_server(self) -> None:
-        """What it had begun is begun again, with the weights of then."""
+        """Its open samples are begun again, with the weights of then."""
         for uid in [uid for uid in self.under_way if self.chooser.random() < 0.5]:
             del self.under_way[uid]
 
@@ -201,7 +204,8 @@ class Schedule:
         )
 
     def resume(self) -> None:
-        """The run is killed and goes on from its checkpoint; or it stops in the middle of a step, and goes on there."""
+        """The run is killed and goes on from its checkpoint; or it stops in the middle of a step,
+        and goes on there."""
         if self.is_asked and self.chooser.random() < 0.5:
             self.save()
         state, self.version, handed, batches = self.saved
@@ -221,7 +225,7 @@ class Schedule:
         self.limits = replace(self.limits, max_staleness=max_staleness)
         self.resume()
 
-    # ------------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------- promises
 
     def check(self) -> None:
         account = self.queue.account
@@ -230,10 +234,12 @@ class Schedule:
         limits = self.limits
         num_steps = limits.max_staleness + 1
         largest = num_steps * limits.train_batch_size if limits.max_staleness else limits.gen_batch_size
-        assert account.num_open <= largest or self.has_changed, "a burst"  # a run that allowed more may leave more
+        # a run that allowed more may leave more
+        assert account.num_open <= largest or self.has_changed, "a burst"
 
     def expected_batches(self) -> list[list[int]]:
-        """With max_staleness above 0: the groups with signal in the order of draws, cut into steps."""
+        """With max_staleness above 0: the groups with signal in the order of draws,
+        cut into steps."""
         batches: list[list[int]] = []
         number = 0
         while len(batches) < self.total_steps:
@@ -253,13 +259,14 @@ def test_random_schedules_keep_every_promise(max_staleness):
     for seed in range(NUM_SCHEDULES // 5):
         schedule = Schedule(seed, max_staleness)
         schedule.run()
-        has_limit = schedule.limits.max_num_gen_batches > 0  # of which a state without samples knows less
+        # of which a state without samples knows less
+        has_limit = schedule.limits.max_num_gen_batches > 0
         if max_staleness and not (schedule.is_controller_lost and has_limit):
             assert schedule.batches == schedule.expected_batches(), seed
 
 
 def test_a_resume_with_another_bound_keeps_the_new_one():
-    """What is too old for it is discarded or sampled again, and the account is closed."""
+    """Groups too old for it are discarded or sampled again, and the account is closed."""
     num_discarded = 0
     for seed in range(600):
         before, after = seed % 5, seed // 5 % 5

@@ -1,4 +1,4 @@
-"""score_dataset: every row gets the share of right answers to its prompt, and nothing else of the file changes."""
+"""score_dataset: every row gets its prompt's share of right answers; the rest of the file stays."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WORDS_OF = {0: ("right", "wrong", "wrong", "wrong"), 1: RIGHT, 2: WRONG}
-# p1 twice, and one that is longer than max_prompt_length and is not answered
+# p1 twice, and one longer than max_prompt_length, never answered
 ROWS = [
     {"prompt": prompt, "label": "right", "data_source": "fake", "number": number}
     for number, prompt in enumerate(("p0", "p1", "p2", "p1", " ".join(["p3"] * 9)))

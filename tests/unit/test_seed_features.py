@@ -1,6 +1,6 @@
-"""Every feature that the documents name, with the tests that hold it; test_seeds.py says which documents they are.
+"""Every feature named in the documents, with its tests; test_seeds.py lists the documents.
 
-A row is a feature by its document and heading. A test that is renamed or removed fails here.
+A row is a feature by its document and heading. A renamed or removed test fails here.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Every option of the documents acts: two values of it give two results, both worked out by hand.
 
-Each row of a table: overrides, and what comes of them. Rows of one key stand together.
+Each row of a table: overrides, and their result. Rows of one key stand together.
 """
 
 import math
@@ -55,7 +55,7 @@ def rows(base: str, *cases: tuple) -> list:
     return [pytest.param(config_of(f"{base} {text}"), *rest, id=text or base) for text, *rest in cases]
 
 
-# ---------------------------------------------------------------------------------------------------- the actor's loss
+# --------------------------------------------------------------------------------- the actor's loss
 
 
 def loss_of(config: Config, ratio: float, advantage: float, *, replayed: bool = False, ref: float = 0.0) -> float:
@@ -133,7 +133,8 @@ def test_the_loss_of_replayed_tokens(config, ratio, loss):
 
 
 def test_the_aggregation_of_token_losses():
-    """One response of one token with loss 1, one of three with loss 2 each; at most four are allowed."""
+    """One response of one token with loss 1, one of three with loss 2 each;
+    at most four are allowed."""
     expected = {
         "token-mean": 7 / 4, "seq-mean-token-sum": 7 / 2, "seq-mean-token-mean": 3 / 2,
         "seq-mean-token-sum-norm": 7 / 4 / 2,
@@ -146,12 +147,13 @@ def test_the_aggregation_of_token_losses():
         assert float((weights * losses).sum() / count) == pytest.approx(expected[mode]), mode
 
 
-# ---------------------------------------------------------------------------------------------------- advantages
+# --------------------------------------------------------------------------------------- advantages
 
 
 def advantages_of(config: Config, values=(0.2, 0.6, 0.3), k1=(0.0, 0.0, 0.0)) -> tuple[list[float], dict[str, float]]:
-    """Per token, of a response of two tokens with reward 1 and one of one token with reward 0; the greedy answer to
-    their prompt earned 0.25. k1: log-probs of the actor minus those of the reference; over the vocabulary KL is 0.7."""
+    """Per token, of a response of two tokens with reward 1 and one of one token with reward 0. The
+    greedy answer to their prompt earned 0.25. k1: log-probs of the actor minus those of the
+    reference; over the vocabulary KL is 0.7."""
     group = replace(make_group("a", [1.0, 0.0]), baseline_reward=0.25)
     lengths = (2, 1)
     per_token = ("response_tokens", "rollout_log_probs", "loss_mask", "weight_versions")
@@ -269,14 +271,15 @@ def test_the_controller_of_the_kl_coefficient(config, coefficient):
     assert advantages_of(config, k1=(0.1, 0.1, 0.1))[1]["next"] == pytest.approx(coefficient, rel=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------- the critic
+# --------------------------------------------------------------------------------------- the critic
 
 
 @pytest.mark.parametrize(
     ("config", "loss"),
     rows(
         "",
-        # value 1, 0 before the update, return 3: (1 - 3)^2 = 4, at the bound 0.2 it is (0.2 - 3)^2 = 7.84
+        # value 1, 0 before the update, return 3: (1 - 3)^2 = 4,
+        # at the bound 0.2 it is (0.2 - 3)^2 = 7.84
         ("critic.vf_coef=0.5", 0.5 * 7.84),
         ("critic.vf_coef=1.0", 7.84),
         ("critic.cliprange_value=0.5", 0.5 * 2.5**2),
@@ -291,7 +294,7 @@ def test_the_value_loss(config, loss):
     assert (float(loss_sum), int(count)) == (pytest.approx(loss), 1)
 
 
-# ---------------------------------------------------------------------------------------------------- groups, rewards
+# ---------------------------------------------------------------------------------- groups, rewards
 
 
 @pytest.mark.parametrize(
@@ -381,7 +384,7 @@ def test_the_four_modes_of_truncation_penalty():
             assert [shaped(config, reward) for reward in (0.25, 1.0, -1.0)] == rewards, (mode, penalty)
 
 
-# ---------------------------------------------------------------------------------------------------- sampling, replay
+# --------------------------------------------------------------------------------- sampling, replay
 
 
 def test_the_group_size():
@@ -416,7 +419,8 @@ def test_when_replay_begins_and_how_much_of_a_gen_batch_of_four_it_is(config, nu
     ("config", "left"),
     rows(
         "replay.enable=true rollout.n=2",
-        # three steps, in each of which prompts 0 and 1 have one success of two tokens of prompt and three of response
+        # three steps, in each of which prompts 0 and 1 have one success of two tokens of prompt and
+        # three of response
         ("", 6),
         ("replay.max_trajectories_per_task=2", 4),
         ("replay.max_trajectories_per_task=1", 2),

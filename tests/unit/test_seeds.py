@@ -1,7 +1,9 @@
-"""The documents this project began with, held to: their YAML (tests/seeds/), option tables, check list and metrics.
+"""The project is held to its first documents: YAML (tests/seeds/), option tables,
+check list, metrics.
 
-Names begin with the number of the document: 000 DAPO in a training system, 001 DAPO, 002 PPO for classic control,
-003 PPO for language models, 004 the DAPO paper. That every option acts: test_seed_options.py.
+Names begin with the number of the document: 000 DAPO in a training system, 001 DAPO, 002 PPO for
+classic control, 003 PPO for language models, 004 the DAPO paper. That every option acts:
+test_seed_options.py.
 """
 
 import hashlib
@@ -49,8 +51,8 @@ from megatron_dapo.training.policy import Policy
 pytestmark = pytest.mark.unit
 
 SEEDS = Path(__file__).parents[1] / "seeds"
-# every YAML block of the documents, 7 of 000 and 2 of 003 (001, 002 and 004 have none), word for word:
-# its name -> the heading that it stands under, the SHA-256 of its text
+# every YAML block of the documents, 7 of 000 and 2 of 003 (001, 002 and 004 have none), word for
+# word. Name -> its heading, the SHA-256 of its text
 BLOCKS = {
     "000_complete": ("完整配置示例", "77c7774d32fe85f6991c682787589788649d00f4e3172b131f84a65d9c4ec034"),
     "000_way_two": ("方式二：在现有配置上启用DAPO", "78907b52dee6e3dcbc210189c01a55bc36042d43a1d2b3c80cbc18d88a3590d0"),
@@ -65,7 +67,8 @@ BLOCKS = {
 
 
 def configs_of(block: str) -> dict[str, str]:
-    """The config of a block, or those that it gives to choose from, each below a comment of its own at the margin."""
+    """The config of a block, or those to choose from,
+    each below a comment of its own at the margin."""
     text = (SEEDS / f"{block}.yaml").read_text(encoding="utf-8")
     configs = [part for part in re.split(r"(?m)^(?=# )", text) if part.strip()]
     return {f"{block}_{i}" if len(configs) > 1 else block: part for i, part in enumerate(configs, start=1)}
@@ -143,7 +146,7 @@ def on(config: Config) -> set[str]:
 
 
 def value_of(config: Config, key: str):
-    if key == MAIN_SWITCH:  # which is on where one of its techniques is
+    if key == MAIN_SWITCH:  # it is on with one of its techniques
         return config.algorithm.dynamic_sampling.enable or config.algorithm.overlong_reward_shaping.enable
     value = config
     for part in canonical(key).split("."):
@@ -156,7 +159,7 @@ def leaves(tree: dict, prefix: str = ""):
         yield from leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
 
 
-# ---------------------------------------------------------------------------------------------------- YAML and tables
+# ---------------------------------------------------------------------------------- YAML and tables
 
 
 def test_the_blocks_are_all_there_word_for_word():
@@ -230,11 +233,12 @@ def test_the_agent_for_classic_control_has_its_options_methods_and_metrics():
     assert all(callable(getattr(PPO, name)) for name in methods.split())
 
 
-# ---------------------------------------------------------------------------------------------------- groups
+# ------------------------------------------------------------------------------------------- groups
 
 
 def responses(uid: str, *what: str, config: Config) -> Group:
-    """A group of responses of three tokens each: right or wrong, cut off by length or turns, replayed."""
+    """A group of responses of three tokens each: right or wrong,
+    cut off by length or turns, replayed."""
 
     def sample(words: str) -> Sample:
         finish_reason = next((reason for reason in ("length", "turns") if reason in words), "stop")
@@ -250,7 +254,7 @@ def responses(uid: str, *what: str, config: Config) -> Group:
 
 
 def one_step(config: Config, *groups: tuple[str, ...]):
-    """What the queue of this config makes of a gen batch with these groups."""
+    """The result of this config's queue for a gen batch of these groups."""
     queue = make_queue(config)
     queue.begin(1, weight_version=1)
     drawn = [queue.draw(Prompt(i, str(i), (1,), "", "test", ""), weight_version=1) for i in range(len(groups))]
@@ -262,8 +266,8 @@ def one_step(config: Config, *groups: tuple[str, ...]):
 
 @pytest.mark.parametrize("form", ["resample", "mask"])
 def test_the_two_examples_of_replay_one_borrowed_success_saves_group_a_and_group_b_is_filtered(form):
-    """000: with 1 replayed success, 7 fresh failures have a success rate of 1/8 and stay; with 7 fresh successes it is
-    8/8, and the group is filtered."""
+    """000: with 1 replayed success, 7 fresh failures have a success rate of 1/8 and stay. With 7
+    fresh successes it is 8/8, and the group is filtered."""
     config = load_config(
         SEEDS / "000_replay.yaml",
         ["data.train_batch_size=2", f"{SAMPLING}.form={form}", f"{SAMPLING}.on_exhausted=train_partial"],
@@ -277,11 +281,11 @@ def test_the_two_examples_of_replay_one_borrowed_success_saves_group_a_and_group
     assert set(advantages[8:]) == ({0.0} if form == "mask" else set())
 
 
-# ---------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def actor_metrics(config: Config, groups, ratios: list[list[float]]) -> dict[str, float]:
-    """Of the actor's loss on these groups, where the ratio to the old policy at each token is given."""
+    """Of the actor's loss on these groups, with a given ratio to the old policy at each token."""
     samples = assemble(groups)
     batch, loss = collate(samples), loss_config(config)
     log_ratios = {s.sample_id: torch.tensor([*row, 1.0]).log() for s, row in zip(samples, ratios, strict=True)}
@@ -314,9 +318,10 @@ def written(folder: Path, metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_every_metric_of_the_documents_is_in_metrics_jsonl_with_the_value_worked_out_by_hand(tmp_path):
-    """Four groups of two, three tokens each. Two carry signal, with A = +-1/sqrt(2) each; the two others are filtered.
-    On-policy tokens, in units of 1/sqrt(2): -1 -1.2 -1.28 (clipped above), 1 0.8 (clipped below) 3 (dual clip),
-    and 1 1 1 beside the replayed response, whose three have -r / (r + 0.1)."""
+    """Four groups of two, three tokens each. Two carry signal, with A = +-1/sqrt(2) each; the two
+    others are filtered. The tokens, in units of 1/sqrt(2): on-policy -1 -1.2 -1.28 (clipped above),
+    1 0.8 (clipped below) 3 (dual clip). Then 1 1 1 beside the replayed response; its three have -r
+    / (r + 0.1)."""
     config = load_config(
         SEEDS / "000_replay.yaml", ["data.train_batch_size=4", f"{SAMPLING}.on_exhausted=train_partial"]
     )

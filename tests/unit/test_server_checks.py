@@ -1,4 +1,4 @@
-"""What a server's keys may say: no password in a URL, no option that the launcher sets or that opens the server."""
+"""A server's keys: no password in a URL, no option set by the launcher or opening the server."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_an_option_that_the_launcher_sets_or_that_opens_a_server_is_refused(opti
 
 
 def test_an_option_is_refused_under_a_shorter_name_too():
-    """argparse takes any beginning that is of one option alone."""
+    """argparse takes any beginning of exactly one option."""
     (sentence,) = mistakes("rollout.server.extra_args=[--trust-rem]")
     assert "--trust-rem" in sentence and "--trust-remote-code" in sentence
 

@@ -1,4 +1,4 @@
-"""The states of a server, as the controller and as its supervisor know it, against tables by hand."""
+"""The states of a server, for the controller and for its supervisor, against tables by hand."""
 
 from itertools import product
 

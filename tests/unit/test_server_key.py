@@ -1,4 +1,5 @@
-"""The key that servers demand: who makes its file, who may read it, and what a server says to who does not bring it."""
+"""The key that servers demand: the maker and readers of its file,
+and a server's words without it."""
 
 import asyncio
 import os
@@ -97,7 +98,7 @@ def test_servers_that_are_given_get_no_key_but_the_given_one(tmp_path):
     assert given_server_key(config) == "their-key" and server_key_file(config) == tmp_path / "theirs"
 
 
-# ---------------------------------------------------------------------------------------------------- the server's side
+# -------------------------------------------------------------------------------- the server's side
 
 
 def guarded() -> TestClient:
@@ -151,7 +152,7 @@ def test_a_log_of_all_arguments_does_not_show_the_key():
         assert "secret" not in f"{ {'api_key': key} }" and key == "secret" and f"Bearer {key}" == "Bearer secret"
 
 
-# --------------------------------------------------------------------------------------------------- those who ask it
+# --------------------------------------------------------------------------------- those who ask it
 
 
 class Server:

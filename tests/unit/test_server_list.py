@@ -1,4 +1,4 @@
-"""The list of servers: a watched file that others write while it is read."""
+"""The list of servers: a watched file, written by others while it is read."""
 
 import errno
 import os

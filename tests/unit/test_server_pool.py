@@ -1,4 +1,5 @@
-"""Servers that come and go under a controller at work: what is asked of whom, and that no sample is lost or doubled."""
+"""Servers that come and go under a working controller: requests by server,
+no sample lost or doubled."""
 
 import asyncio
 import logging
@@ -32,7 +33,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):
-    """Runs `await scenario(controller, servers, listed)`; listed(servers) writes the watched file."""
+    """Runs `await scenario(controller, servers, listed)`;
+    listed(servers) writes the watched file."""
     file = folder / "servers.txt"
 
     def listed(servers):
@@ -136,7 +138,8 @@ def test_the_caches_of_servers_at_work_are_looked_at_and_who_cannot_tell_is_well
             server.num_used_tokens = tokens
             server.hold.clear()
         pending = asyncio.create_task(controller.next_batch(1, 1))
-        await until(lambda: all(server.num_looks >= 2 for server in servers))  # the first ones are answered
+        # the first ones are answered
+        await until(lambda: all(server.num_looks >= 2 for server in servers))
         for server in servers:
             server.hold.set()
         metrics = (await pending).metrics
@@ -206,7 +209,8 @@ def test_a_pause_under_requests_costs_none_of_them(folder):
 
 
 def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continue_when_the_step_begins(folder):
-    """The last call of a push did not reach it, or somebody else paused it: no other push is needed."""
+    """The last call of a push did not reach it, or somebody else paused it:
+    no other push is needed."""
 
     async def scenario(controller, servers, listed):
         servers[0].is_paused = True
@@ -217,7 +221,7 @@ def test_a_server_that_was_left_paused_with_the_right_weights_is_told_to_continu
 
 
 def test_a_server_that_comes_back_paused_gets_no_request_until_the_next_step(folder):
-    """It may be in a push that is under way."""
+    """It may be in a push under way."""
 
     async def scenario(controller, servers, listed):
         paused, other = servers
@@ -321,7 +325,8 @@ def test_a_server_that_hangs_after_it_was_removed_costs_no_request(folder, monke
         removed.is_frozen = True
         batch = await asyncio.wait_for(pending, 5)
         assert numbers(batch) == [0, 1, 2, 3] and batch.metrics["rollout/num_retries"] == 4
-        await until(lambda: list(controller._servers._watches) == [other.url])  # it has none left, and is let go
+        # it has none left, and is let go
+        await until(lambda: list(controller._servers._watches) == [other.url])
 
     run(folder, scenario, overrides=["actor_rollout_ref.rollout.request_timeout_s=50.0"])
 

@@ -1,4 +1,4 @@
-"""Servers whose processes live and that do not work any more, with servers that answer as a file tells them to."""
+"""Servers alive but no longer working; stand-ins answer as a file tells them to."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def short_times(monkeypatch):
 
 @pytest.fixture
 def answer(tmp_path) -> Callable[[dict], None]:
-    """Sets what the server answers from now on."""
+    """Sets the server's answers from now on."""
 
     def set_to(answers: dict) -> None:
         (tmp_path / "new").write_text(json.dumps(answers))
@@ -90,8 +90,8 @@ def test_a_paused_server_need_not_generate(started, answer):
 
 
 def test_one_that_a_push_left_out_is_started_again_at_once_if_it_does_not_answer(started, answer, tmp_path):
-    """It may be stuck in a collective with a dead one for half an hour, and a silent scheduler is else given the time
-    of a push."""
+    """It may be stuck in a collective with a dead one for half an hour. A silent scheduler
+    otherwise has the time of a push."""
     servers, run = started(AN_HOUR), RunFolder(tmp_path / "run")
     answer(STUCK)
     assert not eventually(lambda: not servers.check(), timeout_s=1.5), "a push may be under way"
@@ -110,7 +110,8 @@ def test_one_that_a_push_left_out_and_that_answers_is_left_alone(started, tmp_pa
 
 
 def test_one_that_a_push_left_out_must_also_generate_once_it_goes_on(started, answer, tmp_path, monkeypatch, caplog):
-    """While it is paused its scheduler may answer, though its GPUs wait for a dead member of the group."""
+    """While it is paused its scheduler may answer, though its GPUs wait for a dead member
+    of the group."""
     monkeypatch.setattr(server_watch, "GENERATE_LIMIT_S", 3600.0)
     servers, run = started(AN_HOUR), RunFolder(tmp_path / "run")
     answer(PAUSED)

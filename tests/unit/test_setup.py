@@ -1,4 +1,5 @@
-"""`make setup`: the locks are whole, a Python that cannot be used is passed over, and a failure says what to do."""
+"""`make setup`: the locks are whole, unusable Pythons are passed over,
+and a failure names its cure."""
 
 import importlib.util
 import json
@@ -22,7 +23,7 @@ PIN = re.compile(r'(?P<name>[a-z0-9-]+)==(?P<version>[^ ;]+)( ; python_version =
 
 
 def pins(platform: str, python: str) -> dict[str, str]:
-    """What the lock gives this Python. Every line is an exact pin."""
+    """The lock's packages for this Python. Every line is an exact pin."""
     versions = {}
     for line in (ROOT / "requirements" / f"{platform}.txt").read_text().splitlines():
         if line.startswith("#"):
@@ -72,14 +73,15 @@ def test_each_python_gets_the_line_of_versions_that_the_docs_show(python, line):
 
 
 def test_triton_is_locked_whichever_one_torch_insists_on():
-    """A CUDA build of torch, pip's usual one, names another: resolved together they are a conflict."""
+    """A CUDA build of torch, pip's usual one, names another:
+    resolved together they are a conflict."""
     resolved, alone = load(ROOT / "requirements" / "relock.py").read_inputs("cpu")
     assert f"triton=={pins('cpu', '3.12')['triton']}" in alone
     assert not [line for line in resolved if line.startswith("triton")]
 
 
 def test_this_environment_is_the_locks():
-    """What the tests run with is what users get. Run `make setup` where this fails."""
+    """The tests run with the users' packages. Run `make setup` if this fails."""
     stamp = json.loads((ROOT / ".venv" / "setup.json").read_text())
     wrong = {
         name: f"{version(name)}, locked {locked}"
@@ -123,7 +125,7 @@ def script(path: Path, text: str) -> Path:
 
 
 def test_a_python_that_does_not_run_is_passed_over(checkout):
-    """pyenv's shims exist for every Python and fail for those that are not chosen."""
+    """pyenv's shims exist for every Python and fail for all but the chosen."""
     for name in ("python3.11", "python3.12"):
         script(checkout / name, "echo 'pyenv: command not found' >&2; exit 127")
     script(checkout / "python3", f'echo "$@" >> {checkout}/called; exec {sys.executable} "$@"')
@@ -134,7 +136,7 @@ def test_a_python_that_does_not_run_is_passed_over(checkout):
 
 @pytest.mark.parametrize(("platform", "first"), [("cpu", "python3.11"), ("cuda", "python3.12")])
 def test_gpu_machines_get_the_main_line_where_both_pythons_are_there(checkout, platform, first):
-    """A setup that fails at once: what is asked is which Python it runs with."""
+    """A setup that fails at once: the question is only its Python."""
     (checkout / "requirements" / "install.py").write_text("")
     for name in ("python3.11", "python3.12"):
         script(checkout / name, f'echo {name} "$@" >> {checkout}/called')
@@ -191,7 +193,7 @@ def test_a_python_that_is_not_ours_is_refused_with_a_sentence(checkout):
 
 
 def empty_environment(checkout: Path) -> None:
-    """.venv with pip alone: ours, because unpacking another takes seconds."""
+    """.venv with only pip: ours, because unpacking another takes seconds."""
     folder = checkout / ".venv"
     venv.create(folder)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
@@ -219,7 +221,8 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
     ],
 )
 def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout, variable, value):
-    """A CUDA build on a machine without a GPU: what pip's usual index has. Whatever the user's environment asks for."""
+    """A CUDA build on a machine without a GPU, from pip's usual index. The user's environment may
+    ask for anything."""
     empty_environment(checkout)
     (checkout / "requirements" / "cpu.txt").write_text("torch==2.13.0\ntriton==3.8.0\n")
     (checkout / "constraint.txt").write_text("torch==2.9.0\ntriton==3.5.0\n")
@@ -228,7 +231,8 @@ def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_trito
     wheel(checkout, "triton", "3.8.0")
     done = setup(checkout, PYTHON=sys.executable, **{variable: value})
     failed = [line for line in done.stdout.splitlines() if line.endswith("FAILED")]
-    assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr  # there is no setuptools
+    # there is no setuptools
+    assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr
     assert list(checkout.glob(".venv/lib/*/site-packages/triton-3.8.0.dist-info"))
 
 

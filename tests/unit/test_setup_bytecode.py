@@ -1,4 +1,5 @@
-"""`make setup` compiles packages while pip goes on: whole ones at once, all of them in the end, and none in vain."""
+"""`make setup` compiles packages while pip goes on: whole ones at once, all in the end,
+none in vain."""
 
 import subprocess
 import venv
@@ -13,7 +14,7 @@ WAIT_S = 60
 
 
 def package(packages: Path, name: str, files: dict[str, str]) -> None:
-    """What pip leaves of a package: its files, their list, and INSTALLER last."""
+    """pip's traces of a package: its files, their list, and INSTALLER last."""
     for file, text in files.items():
         (packages / file).parent.mkdir(parents=True, exist_ok=True)
         (packages / file).write_text(text)

@@ -1,4 +1,4 @@
-"""Keys of a run that fine-tunes: what it reads, what it refuses, what is shown before it starts."""
+"""Keys of a fine-tuning run: its inputs, its refusals, its display before the start."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""The CPU adaptation of SGLang: batched attention equals SGLang's own, processes fork safely, what moved is named."""
+"""SGLang's CPU adaptation: batched attention equals SGLang's own, forks are safe,
+moves are named."""
 
 import importlib.util
 import multiprocessing
@@ -38,7 +39,7 @@ def sinks_of(num_heads: int) -> torch.Tensor:
 
 
 def one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """The oracle: every request alone, in float64, as gpt-oss is written in transformers."""
+    """The oracle: each request by itself, in float64, as gpt-oss is written in transformers."""
     window = inputs.get("sliding_window_size")
     rows = []
     for i, length in enumerate(inputs["seq_lens"].tolist()):
@@ -73,7 +74,7 @@ def test_batched_decode_equals_single_requests(lengths, num_heads, num_kv_heads,
 
 
 def extended_one_by_one(inputs: dict, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """The oracle: every new token alone, as a decode of the tokens until it."""
+    """The oracle: each new token by itself, as a decode of the tokens until it."""
     rows = []
     lengths = zip(inputs["extend_prefix_lens"].tolist(), inputs["extend_seq_lens"].tolist(), strict=True)
     for i, (cached, new) in enumerate(lengths):
@@ -103,7 +104,8 @@ def test_batched_extend_equals_single_requests(lengths, num_heads, num_kv_heads,
 
 def test_the_layers_of_a_step_share_the_cache_positions_and_the_next_step_computes_new_ones():
     first, second = (decode_inputs([5, 9, 2], 4, 2, 16, seed) for seed in (1, 2))
-    for inputs, window in product((first, first, second, first), (None, 3)):  # layers of two kinds in turn
+    # layers of two kinds in turn
+    for inputs, window in product((first, first, second, first), (None, 3)):
         inputs["sliding_window_size"] = window
         torch.testing.assert_close(
             batched_decode(None, backend(), **inputs).clone(), one_by_one(inputs), rtol=1e-5, atol=1e-5
@@ -194,7 +196,7 @@ def test_a_stand_in_says_which_name_needs_a_gpu():
 
 
 def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
-    """Seen where it makes them: whatever it started before counts."""
+    """The check is at the creation of processes: all earlier threads count."""
     asked = []
     monkeypatch.setattr(multiprocessing, "set_start_method", lambda method, force: asked.append(method))
     plug_in = load_plug_in("forked_processes")

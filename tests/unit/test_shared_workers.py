@@ -1,4 +1,5 @@
-"""Calls side by side in a process that ends: the one that ends it is found, and the others do not queue up."""
+"""Calls side by side in a process that ends: the culprit is found,
+and the others do not queue up."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.unit
 
 
 class Process:
-    """Answers in rounds all that is there by then; ends where a bad request is among it."""
+    """Answers in rounds all requests so far; ends at a bad one among them."""
 
     def __init__(self, rounds):
         self._rounds = rounds

@@ -1,6 +1,6 @@
-"""No built-in reward calls a response right that answers nothing, whatever the ground truth is.
+"""No built-in reward calls a response right that answers nothing, at any ground truth.
 
-Those that need a package or a sandbox: test_reasoning_gym.py, test_code_tests.py.
+Rewards with a package or a sandbox: test_reasoning_gym.py, test_code_tests.py.
 """
 
 import csv
@@ -21,7 +21,8 @@ from tests.silence import SILENCE, TRUTHS
 pytestmark = pytest.mark.unit
 
 VERL = Path(__file__).parent / "data" / "verl_math_dapo.tsv"
-"""Verdicts of verl/utils/reward_score/math_dapo.py, of verl v0.7.0 (commit 00a10a8e of that file) and of verl 0.9.1."""
+"""Verdicts of verl/utils/reward_score/math_dapo.py, of verl v0.7.0 (commit 00a10a8e of that file)
+and of verl 0.9.1."""
 PADDED = ("033", "34.0")  # verl compares them as they are written
 CALLS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in BUILT_IN_REWARDS.keys() - {"reasoning_gym", "code_tests"}),
@@ -46,7 +47,8 @@ def test_silence_is_never_right(truth, response):
             continue
         try:
             result = score_response(function, kwargs, "math_dapo", response, truth, {})
-        except (ValueError, TimeoutError):  # a truth that is no mathematics; the pool gives the score of a wrong answer
+        # a truth outside mathematics; the pool gives the score of a wrong answer
+        except (ValueError, TimeoutError):
             continue
         assert (result.score, result.correct) == (wrong_score(function, "math_dapo"), False), (function, kwargs)
 
@@ -66,7 +68,7 @@ def test_math_dapo_gives_the_verdict_of_verl_with_and_without_an_answer_line():
 
 
 def test_verl_0_9_1_differs_from_the_rule_of_the_recipe_in_boxed_answers_alone():
-    """It reads them where no answer line is; `boxed_fallback` does."""
+    """It reads them in the absence of an answer line; `boxed_fallback` does."""
     with VERL.open(encoding="utf-8") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
         differing = [row["response"] for row in rows if row["verl_0.7.0"] != row["verl_0.9.1"]]

@@ -38,7 +38,8 @@ def test_sockets_use_the_interface_on_which_the_other_nodes_are():
 
 @pytest.mark.parametrize("cache", ["TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "SGLANG_JIT_CACHE_DIR"])
 def test_compiled_code_lies_on_the_nodes_own_disk(cache):
-    """Not in a home that all nodes share: there it is built under a lock of the file system, by one node at a time."""
+    """Not in a home shared by all nodes: there it is built under a lock of the file system, by one
+    node at a time."""
     assert node_environment({}, None, Path("/scratch"))[cache].startswith("/scratch/")
 
 
@@ -99,7 +100,7 @@ sys.exit(start(plan, TRAINER, "t1").wait())
 
 
 def test_a_roles_program_may_use_all_that_the_user_may(tmp_path):
-    """The soft limits that a login shell leaves are too low for thousands of connections, and for RDMA."""
+    """A login shell's soft limits are too low for thousands of connections, and for RDMA."""
     command = [sys.executable, "-c", STARTED_WITH_LOW_LIMITS, str(tmp_path)]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
@@ -133,7 +134,8 @@ sys.exit(orders.obey(program))
 
 @pytest.fixture
 def task(tmp_path):
-    """Starts a role's task whose program runs; it and its program are a process group of which Slurm signals all."""
+    """Starts a role's task with a running program; it and its program are a process group, and
+    Slurm signals all of it."""
     started = []
 
     def start(role: str, program: str = PROGRAM) -> subprocess.Popen:
@@ -151,7 +153,8 @@ def task(tmp_path):
 
 
 def test_a_failed_trainer_waits_for_the_end_records_of_its_peers(plan, monkeypatch):
-    """Or Slurm would end them at once, and the one that was killed for want of memory would not be named."""
+    """Otherwise Slurm would end them at once, and a process killed for want
+    of memory would not be named."""
     plan = replace(plan, trainer_nodes=("t1", "t2"))
     monkeypatch.setattr(node.Orders, "SIGNALS", ())
     monkeypatch.setattr(node, "_POLL_INTERVAL_S", 0.01)

@@ -1,4 +1,5 @@
-"""How a job ended, read off the records of its processes: exit code, last line, requeue or not, and the first cause."""
+"""The end of a job from its processes' records: exit code, last line, requeue or not,
+first cause."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -101,13 +102,15 @@ def test_an_attempt_that_was_stopped_while_it_sampled_goes_on_with_its_groups(at
     ended = attempt.outcome(TRAINER, 0, asked_by="USR1")
     assert (ended.code, ended.requeue) == (85, True)
     assert "step 4 of 40, and 11 groups of the next one, is saved" in ended.line
-    attempt.plan = replace(attempt.plan, start_groups=11)  # as the next attempt is planned, which gains none
+    # as the next attempt is planned, which gains none
+    attempt.plan = replace(attempt.plan, start_groups=11)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
 
 
 @pytest.mark.parametrize("gained", ["a sample", "a part of one", "a replayed sample"])
 def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, gained):
-    """A long step may be stopped before its first group is finished. What a group borrowed is no gain."""
+    """A long step may be stopped before its first group is finished.
+    A replayed sample is no gain."""
     (group,) = synthetic_groups(64, num_groups=1, n=1)
     (sample,) = group.samples
     kept = {
@@ -121,7 +124,8 @@ def test_an_attempt_that_gained_responses_of_unfinished_groups_goes_on(attempt, 
     number = {"a sample": sample.num_response_tokens, "a part of one": 2, "a replayed sample": 0}[gained]
     assert reached == Progress(4, 0, number)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").requeue == (number > 0)
-    attempt.plan = replace(attempt.plan, start_tokens=number)  # as the next attempt is planned, which gains none
+    # as the next attempt is planned, which gains none
+    attempt.plan = replace(attempt.plan, start_tokens=number)
     assert attempt.outcome(TRAINER, 0, asked_by="USR1").code == 13
 
 
@@ -175,7 +179,7 @@ def test_a_hang_is_reported_in_the_words_of_rank_0_which_ends_last(attempt):
 
 
 def test_the_launcher_records_the_end_of_a_rank_that_could_not(attempt, monkeypatch):
-    """And leaves the record of one that could."""
+    """And leaves an existing record."""
     monkeypatch.setenv("SLURMD_NODENAME", "t2")
     for name, value in attempt.plan.ends.variables().items():
         monkeypatch.setenv(name, value)
@@ -231,7 +235,7 @@ def test_servers_that_all_hang_are_the_cause_too(attempt):
     "sentence", ["", "all SGLang servers have been down", "2 mistakes to correct:", "SAVED", "Hang:"]
 )
 def test_the_words_of_a_record_change_neither_exit_code_nor_restarts(attempt, kind, sentence):
-    """Who rewords a message changes what users read, and nothing else."""
+    """A reworded message changes the users' text, and nothing else."""
     attempt.ended(TRAINER, t1=1)
     attempt.rank_ended(0, kind, 1, sentence)
     attempt.log("trainer-rank-0.log", sentence)

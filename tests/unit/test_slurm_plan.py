@@ -1,4 +1,4 @@
-"""The plan of a Slurm job: who does what, where, with which ports and exact command lines."""
+"""The plan of a Slurm job: roles, nodes, ports and exact command lines."""
 
 import json
 import re
@@ -190,7 +190,7 @@ def test_a_plan_that_was_written_is_read_again(tmp_path):
 
 
 def recipe(tmp_path, *overrides: str) -> list[str]:
-    """Arguments of `plan` with a config whose files are there."""
+    """Arguments of `plan` with a config of existing files."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2", "data_source": "math"}\n')
     words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
     words += ["data.max_prompt_length=8", "data.max_response_length=40", f"trainer.run_dir={tmp_path}/run"]
@@ -239,7 +239,7 @@ def test_mistakes_end_with_one_line_and_leave_nothing(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize("damage", ["", "\0\0\0\n", '{"step": 9, "rew'])
 def test_a_finished_run_leaves_nothing_for_the_next_job_of_a_chain(damage, tmp_path, monkeypatch, capsys):
-    """Also where its metrics end with what a full disk or a lost one leaves."""
+    """Even if its metrics end in the remains of a full disk or a lost one."""
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8}\n{"step": 9}\n' + damage)
@@ -257,8 +257,9 @@ def sized(folder, model: dict, *overrides: str) -> Config:
 
 
 def test_the_plan_compares_the_notice_with_the_rest_of_a_step(tmp_path):
-    """8192 samples of 22528 tokens with 32.8e9 parameters on 64 GPUs: by hand, with products alone, 8 N T FLOPs (update
-    and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s; attention over 22528 tokens adds a quarter or so."""
+    """8192 samples of 22528 tokens with 32.8e9 parameters on 64 GPUs, by hand. With only products,
+    8 N T FLOPs (update and old log-probs) at 0.3 x 989.5e12 per GPU are 2550 s. Attention over
+    22528 tokens adds a quarter or so."""
     made = sized(tmp_path, QWEN2_5_32B)
     by_hand = 8 * 32.8e9 * 8192 * 22528 / (64 * 0.3 * 989.5e12)
     assert 1.1 * by_hand < rest_of_a_step(made) - 600 < 1.5 * by_hand

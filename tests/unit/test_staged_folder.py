@@ -1,4 +1,5 @@
-"""A folder appears whole or not at all, and of two processes that write the same one the second is refused."""
+"""A folder appears whole or not at all; of two processes writing the same one the second is
+refused."""
 
 import os
 import subprocess
@@ -39,7 +40,7 @@ def test_the_second_writer_is_refused_and_takes_nothing_from_the_first(tmp_path)
         folder = StagedFolder(path)
         with pytest.raises(UserError, match=f"out` is being written by process {other.pid} on .*; wait for its end"):
             folder.open()
-        folder.discard()  # as a converter does whatever happened
+        folder.discard()  # as a converter does in every case
         assert (tmp_path / ".out.staging" / "weights").read_text() == "theirs"
         other.communicate("publish")
     assert os.listdir(tmp_path) == ["out"] and (path / "weights").read_text() == "theirs"
@@ -60,7 +61,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_replaced(tmp_path):
-    """As without locks, where the other writer is not seen."""
+    """As without locks, with the other writer unseen."""
     folder = StagedFolder(tmp_path / "out")
     folder.open()
     (tmp_path / "out").mkdir()

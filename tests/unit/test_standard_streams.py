@@ -1,4 +1,4 @@
-"""Standard streams that are closed, or that nobody reads, change neither what a command does nor its exit code."""
+"""Closed or unread standard streams change neither a command's work nor its exit code."""
 
 import os
 import subprocess
@@ -34,7 +34,8 @@ def test_ranks_have_standard_streams_though_the_launcher_has_none(tmp_path):
     [
         (("megatron_dapo", "config-reference"), 0),
         (("checkpoints_tools.hf_to_megatron", "--hf-model", "examples/arithmetic/base", "--output", "{folder}/new"), 0),
-        (("megatron_dapo", "train", "--dry-run", "--config", "configs/dapo_7b.yaml"), 2),  # whose files are not here
+        # files absent from here
+        (("megatron_dapo", "train", "--dry-run", "--config", "configs/dapo_7b.yaml"), 2),
         (("launch.slurm", "plan", "--config", "configs/dapo_7b.yaml"), 2),
     ],
 )

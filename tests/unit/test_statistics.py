@@ -1,4 +1,4 @@
-"""The merge of the ranks' statistics: the numbers of float64, and bits that do not depend on the company."""
+"""The merge of the ranks' statistics: float64's numbers, and bits independent of the company."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ pytestmark = pytest.mark.unit
 
 
 def shares(num_shares: int, num_rows: int, dtype=torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """(statistics [R, N, 4] of rows cut into equal shares, the rows [N, R * 40]); the target is column 3."""
+    """(statistics [R, N, 4] of rows cut into equal shares, the rows [N, R * 40]);
+    the target is column 3."""
     g = torch.Generator().manual_seed(0)
     x = 5 * torch.randn(num_rows, num_shares, 40, generator=g, dtype=torch.float64)
     m = x.amax(-1)

@@ -1,7 +1,7 @@
-"""Runs that are stopped or killed while servers write: unfinished answers go on, nothing is lost, nothing comes twice.
+"""Runs stopped or killed while servers write: unfinished answers go on, nothing is lost or doubled.
 
-The controller runs in this process. A kill is one that is not asked for its state any more: the run resumes from its
-last checkpoint. The trainer is a loop that asks for batches and pushes.
+The controller runs in this process. A killed run is not asked for its state any more: it resumes
+from its last checkpoint. The trainer is a loop that asks for batches and pushes.
 """
 
 import asyncio
@@ -60,7 +60,8 @@ class Rewards:
 
 @dataclass
 class Run:
-    """What outlives the processes of a run: the checkpoint, and the batches of the steps before it."""
+    """The survivors of a run's processes: the checkpoint,
+    and the batches of the steps before it."""
 
     servers: list[WritingServer]
     config: object
@@ -122,7 +123,8 @@ class Run:
 
 
 def run_lives(folder, lives, max_staleness=MAX_STALENESS, num_steps=0):
-    """The Run after these (seconds, kind), and after this many steps, on two servers that write slowly."""
+    """The Run after these (seconds, kind), and after this many steps,
+    on two servers that write slowly."""
 
     async def scenario():
         chance = random.Random(1)

@@ -1,4 +1,4 @@
-"""Who can reach the stores in which ranks meet, and whose word counts there."""
+"""The stores in which ranks meet: access from outside, and the weight of a stranger's words."""
 
 import os
 import socket

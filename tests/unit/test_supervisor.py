@@ -49,7 +49,8 @@ def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[s
 
 
 def eventually(condition, timeout_s: float = 10.0) -> bool:
-    """Return whether the condition holds at some time: perhaps not any more when it is asked again."""
+    """Return whether the condition holds at some time:
+    perhaps not any more when it is asked again."""
     deadline = time.monotonic() + timeout_s
     while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -210,7 +211,8 @@ def test_a_reserved_port_is_given_to_nobody_else_but_a_server_can_use_it():
     port = ReservedPort("127.0.0.1")
     with socket.socket() as other, pytest.raises(OSError):
         other.bind(("127.0.0.1", port.number))
-    with socket.create_server(("127.0.0.1", port.number)) as server:  # sets SO_REUSEADDR, as servers do
+    # sets SO_REUSEADDR, as servers do
+    with socket.create_server(("127.0.0.1", port.number)) as server:
         assert server.getsockname()[1] == port.number
     port.release()
 
@@ -226,7 +228,8 @@ def test_servers_that_nobody_could_reach_by_this_machines_name_are_not_started(t
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     with pytest.raises(UserError, match=r"server.host = 0\.0\.0\.0.*no-such-name.invalid.*give an address"):
         supervisor(tmp_path, "serves", "host=0.0.0.0")
-    monkeypatch.setenv("SLURMD_NODENAME", "localhost")  # the name that a job's plan gave to the others
+    # the name that a job's plan gave to the others
+    monkeypatch.setenv("SLURMD_NODENAME", "localhost")
     servers = supervisor(tmp_path, "serves", "host=0.0.0.0")
     assert servers.urls[0].startswith("http://localhost:")
     servers.stop()
@@ -293,7 +296,8 @@ def test_servers_of_a_checkpoint_of_ours_start_without_weights(tmp_path):
 
 
 def test_servers_keep_a_shared_expert_under_its_own_name(tmp_path):
-    """SGLang on a GPU would make it one more of the others, under which name no push could be verified."""
+    """SGLang on a GPU would make it one more of the others,
+    under which name no push could be verified."""
     config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
     for content, is_told in (({"n_shared_experts": 1}, True), ({"num_experts": 8}, False)):
         (tmp_path / "config.json").write_text(json.dumps(content))

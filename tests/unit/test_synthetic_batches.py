@@ -1,4 +1,4 @@
-"""Synthetic batches: what a trainer can train on, always the same, without a server."""
+"""Synthetic batches: fit for training, always the same, without a server."""
 
 from statistics import fmean
 
@@ -48,7 +48,8 @@ def test_a_batch_has_the_configs_size_and_every_number_is_possible():
 
 
 def test_lengths_have_a_long_tail_up_to_the_longest_and_the_mean_that_the_plan_assumes():
-    """A length's deviation is at most half of the longest, so that of the mean of 512 is 2.2 % of it: 4 of them."""
+    """A length's deviation is at most half of the longest, so that of the mean of 512 is 2.2 % of
+    it: 4 of them."""
     lengths = [sample.num_response_tokens for sample in samples_of(config_of())]
     assert fmean(lengths) == pytest.approx(0.3 * LONGEST, abs=4 * 0.022 * LONGEST)
     assert max(lengths) == LONGEST and np.median(lengths) < fmean(lengths)
@@ -65,7 +66,7 @@ def test_the_same_seed_and_step_give_the_same_batch_and_others_another():
     def batch(step: int = 4, *overrides: str):
         return SyntheticBatches(config_of(*overrides), VOCABULARY).next_batch(step, 3)
 
-    assert batch() == batch()  # of two runs: one that resumed has not made the earlier ones
+    assert batch() == batch()  # of two runs: a resumed one has not made the earlier ones
     assert batch().groups != batch(5).groups and batch().groups != batch(4, "trainer.seed=2").groups
 
 
@@ -76,7 +77,8 @@ def test_a_run_needs_neither_prompts_nor_servers_and_its_servers_cannot_differ_f
         validate(config, None)
     assert not [sentence for sentence in error.value.sentences if "train_files" in sentence]
     assert "synthetic: random tokens" in process_plan(config)
-    gae = "algorithm.adv_estimator=gae"  # a critic waits for the check of the servers' log-probs, where there is one
+    # a critic waits for the check of the servers' log-probs, if there is one
+    gae = "algorithm.adv_estimator=gae"
     assert not needs_old_log_probs(config_of(gae, "actor_rollout_ref.actor.ppo_mini_batch_size=64"))
     assert needs_old_log_probs(
         config_of(gae, "trainer.synthetic_batch=false", "actor_rollout_ref.actor.ppo_mini_batch_size=64")

@@ -1,4 +1,4 @@
-"""Telemetry: what reaches the sinks, how a step reads on the console, what the closing table says."""
+"""Telemetry: the sinks' records, a step's line on the console, the closing table."""
 
 import errno
 import io
@@ -327,7 +327,7 @@ def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):
     assert not RunFolder(tmp_path).metrics.exists()
 
 
-# the reader goes after the first line; as many lines come as a pipe's buffer would hold back to the end
+# the reader goes after the first line; the others would stay in a pipe's buffer to the end
 OUTLIVES_ITS_READER = """
 import sys
 from contextlib import nullcontext

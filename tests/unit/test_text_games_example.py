@@ -1,4 +1,5 @@
-"""The text games of the examples: a small household, and ALFWorld's engine in front of a stand-in."""
+"""The text games of the examples: a small household,
+and ALFWorld's engine in front of a stand-in."""
 
 import json
 import sys
@@ -80,7 +81,8 @@ def test_alfworld_without_its_package_is_told_the_extra_in_one_sentence(monkeypa
 
 
 def test_alfworld_plays_the_engine_it_is_given(monkeypatch):
-    """The engine is a stand-in with TextWorld's interface: state dictionaries, (state, score, done)."""
+    """The engine is a stand-in with TextWorld's interface: state dictionaries,
+    (state, score, done)."""
     import types
 
     class Engine:

@@ -1,4 +1,5 @@
-"""What is said of each token is arrays from a server's answer to a micro-batch: no Python object per token is held."""
+"""Token data is arrays from a server's answer to a micro-batch:
+no Python object per token is held."""
 
 import gc
 import json
@@ -43,7 +44,8 @@ BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for dtype in PER_TOKEN.values())
 
 
 def answer(length: int) -> bytes:
-    """Of a server: ids and log-probs that are objects of their own, half of them of one version, half of the next."""
+    """Of a server: ids and log-probs that are objects of their own, half of them of one version,
+    half of the next."""
     tokens = range(1000, 1000 + length)
     spans = [
         {"version": "3", "start": 0, "end": length // 2},
@@ -116,7 +118,7 @@ HELD = {
 
 @pytest.mark.parametrize("what", HELD)
 def test_no_object_per_token_is_held(what):
-    """Python allocates each small object in a block of its own; an array has one whatever its length."""
+    """Python allocates each small object in a block of its own; an array has one at any length."""
 
     def num_blocks(length: int) -> int:
         gc.collect()
@@ -127,8 +129,8 @@ def test_no_object_per_token_is_held(what):
         del held
         return number
 
-    num_blocks(100)  # what is imported and cached the first time
-    gc.freeze()  # the collector looks at what is new
+    num_blocks(100)  # first-time imports and caches
+    gc.freeze()  # the collector looks at new objects
     assert num_blocks(8000) - num_blocks(2000) < 600, "of 6000 tokens"
 
 

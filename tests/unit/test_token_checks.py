@@ -1,4 +1,4 @@
-"""What a model can have sampled: token ids of its vocabulary, log-probs that float32 gives; anything else is named."""
+"""Possible samples of a model: token ids of its vocabulary, float32 log-probs; others are named."""
 
 import asyncio
 import gzip
@@ -44,7 +44,8 @@ IMPOSSIBLE = {
 
 
 def fault(tokens, log_probs) -> str | None:
-    """As of a server's answer: what no array can hold is refused when the arrays are made."""
+    """As of a server's answer: values that no array can hold are refused when the arrays are
+    made."""
     try:
         arrays = token_array(tokens, TOKEN, "token id"), token_array(log_probs, LOG_PROB, "log-prob")
     except ValueError as error:
@@ -74,7 +75,8 @@ def test_one_wrong_id_is_found_among_any_right_ones(pairs, place, wrong):
 @pytest.mark.parametrize("scale", [0.1, 10.0, 100.0, 1000.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_drawn_from_logits_of_any_scale_is_within_the_bounds(scale, dtype):
-    """Drawn by softmax in float32, its log-prob by either formula; a certain token and the most unlikely ones too."""
+    """Drawn by softmax in float32, its log-prob by either formula; a certain token and the most
+    unlikely ones too."""
     logits = scale * torch.randn(50, 500, generator=torch.Generator().manual_seed(1))
     probabilities = logits.softmax(-1)
     drawn = torch.multinomial(probabilities, 20, replacement=True, generator=torch.Generator().manual_seed(2))
@@ -88,7 +90,7 @@ def test_what_is_drawn_from_logits_of_any_scale_is_within_the_bounds(scale, dtyp
 
 
 def replayed(tmp_path, **changes):
-    """A batch whose second group's third sample is changed in the file."""
+    """A batch with the second group's third sample changed in the file."""
     write_batch(tmp_path, 3, RolloutBatch(tuple(synthetic_groups(VOCABULARY)), {}))
     path = batch_file(tmp_path, 3)
     batch = json.loads(gzip.decompress(path.read_bytes()))

@@ -1,4 +1,4 @@
-"""What is kept of the tokens of the responses that people look at."""
+"""Token records of the responses shown to people."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +25,8 @@ def groups():
 
 
 def micro_batches(groups, packed: bool, filter_truncated: bool = False) -> list[list]:
-    """Two mini-batches; the trainer's log-probs are the server's and a hundredth of the sample's number on top."""
+    """Two mini-batches; the trainer's log-probs are the server's and a hundredth of the sample's
+    number on top."""
     samples = assemble(groups, estimator="grpo", normalize_by_std=True, filter_truncated=filter_truncated)
     batches = [collate(part, packed=packed, pad_multiple=4) for part in (samples[3:], samples[:3])]
     scored = []
@@ -109,7 +110,8 @@ def test_a_damaged_file_counts_as_none(tmp_path, groups):
 
 
 def test_flipped_bytes_raise_nothing(tmp_path, groups):
-    """Of a file of a few kB: heads of the zip's members and of its directory, where most bytes mean something."""
+    """Of a file of a few kB: heads of the zip's members and of its directory,
+    with most bytes meaningful."""
     written(tmp_path, groups, micro_batches(groups, packed=True))
     path = RunFolder(tmp_path).rollout_tokens(1)
     content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Promises of the one-call loss: what it returns is what the loss is, one token at a time, in float64."""
+"""The one-call loss: its result equals the loss one token at a time, in float64."""
 
 import pytest
 import torch
@@ -31,7 +31,8 @@ def test_loss_gradient_and_metrics_are_those_of_plain_arithmetic(name):
 def test_float32_is_as_close_as_float32_can_be(name):
     case, want = case_and_expected(name)
     result = token_loss(case.log_probs, case.entropy, case.tokens, case.config, case.kl)
-    check(result, case, want, FLOAT32, floor=1.0)  # autograd's derivative of k3 is a difference of numbers near 1
+    # autograd's derivative of k3 is a difference of numbers near 1
+    check(result, case, want, FLOAT32, floor=1.0)
     assert result.loss_sum.dtype == result.grad_log_probs.dtype == torch.float32
 
 

@@ -1,4 +1,5 @@
-"""The light tokenizer gives what transformers' AutoTokenizer gives, and tells what a model folder lacks."""
+"""The light tokenizer gives the tokens of transformers' AutoTokenizer,
+and names a folder's gaps."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What the commands of checkpoints_tools have in common: --help, a progress bar where somebody looks."""
+"""Common traits of the commands of checkpoints_tools: --help, a progress bar if somebody looks."""
 
 import io
 from contextlib import redirect_stderr

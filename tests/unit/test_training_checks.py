@@ -1,4 +1,4 @@
-"""What the GPU tests ask of layers and policy, asked of the CPU at small sizes."""
+"""The GPU tests' demands on layers and policy, on the CPU at small sizes."""
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_other_layers_would_be_noticed(layout, model_path):
 
 
 def test_gradients_in_half_precision_are_near_and_those_of_another_loss_would_be_noticed(layout, tmp_path):
-    """Also where near ties send some tokens to other experts."""
+    """Even if near ties send some tokens to other experts."""
     path = make_tiny(tmp_path, "qwen3_moe", layers=2, hidden=32, heads=4)
     exact, half = ([f"{checks.MEGATRON}.dtype={dtype}"] for dtype in ("float32", "bfloat16"))
     checks.check_gradients(layout, path, exact, half)

@@ -1,4 +1,4 @@
-"""Trajectories of several turns, token by token: what the server is sent, what counts, what ends them."""
+"""Trajectories of several turns, token by token: requests to the server, counted tokens, ends."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -35,7 +35,8 @@ def tokenizer(tmp_path_factory):
 
 
 def tokens_of(tokenizer, text):
-    """Token ids of a text, a token per character: what a model may write, and a tokenizer never would."""
+    """Token ids of a text, a token per character: possible for a model,
+    but never from a tokenizer."""
     return tuple(token for char in text for token in tokenizer.encode_prompt(char, False)[0])
 
 
@@ -87,7 +88,8 @@ class Model:
 
 def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, max_prompt_length=100, **limits):
     data = DataConfig(max_prompt_length=max_prompt_length, apply_chat_template=chat)
-    keys = MultiTurnConfig(max_turns=8, timeout_s=60.0).model_copy(update=limits)  # a time of -1 is over at once
+    # a time of -1 is over at once
+    keys = MultiTurnConfig(max_turns=8, timeout_s=60.0).model_copy(update=limits)
     multi_turn = MultiTurn(environment, tokenizer, data, keys)
     tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
     prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)
@@ -124,7 +126,7 @@ def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
 
 
 def test_a_turn_that_is_aborted_ends_the_trajectory_without_a_word_to_the_environment(tokenizer):
-    """It begins anew later: nobody brings an environment back to where it was."""
+    """It begins anew later: nobody brings an environment back to its former place."""
     first, second = (*ids(tokenizer, "The answer"), END), (*ids(tokenizer, "is 5."), END)
     model, environment = Model(first, second), Turn(says("5"), Observation(done=True))
     model.reasons = ["stop", "abort"]
@@ -143,7 +145,7 @@ def test_what_stands_between_turns_is_what_the_template_puts_there(tokenizer):
 
 
 def test_whatever_an_environment_says_is_words(tokenizer):
-    """Also what stands for the model's words while the template is asked."""
+    """Also the stand-in for the model's words during questions to the template."""
     trajectory = play(tokenizer, Turn(says("assistant-words"), Observation(done=True)), Model(TALK, TALK))
     between = ids(tokenizer, "\n<|im_start|>tool\nassistant-words<|im_end|>\n<|im_start|>assistant\n")
     assert trajectory.tokens.tolist() == [*TALK, *between, *TALK]
@@ -229,7 +231,7 @@ def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
 
 
 def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tokenizer):
-    """The reward's sign decides only where the environment never said whether the task is solved."""
+    """The reward's sign decides only without the environment's word on the task."""
     on = [says("on", reward=0.5, correct=False), says("on", reward=0.1), Observation(done=True, reward=0.25)]
     assert play(tokenizer, Turn(*on), Model(TALK, TALK, TALK)).verdict == RewardResult(0.85, correct=False)
     on = [says("on", reward=-1.0, correct=True), Observation(done=True)]
@@ -263,8 +265,9 @@ def scripts(draw):
 
 @given(scripts())
 def test_whatever_is_said_the_requests_grow_and_masks_count_what_was_written(tokenizer, script):
-    """For every script: each request begins with the one before and what the model then wrote, letter by letter; the
-    trajectory is the last of them with the last turn; the mask marks the written tokens and nothing else."""
+    """For every script: each request begins with the one before and the model's next words, letter
+    by letter. The trajectory is the last of them with the last turn; the mask marks the written
+    tokens and nothing else."""
     turns, said, limits, chat = script
     model = Model(*turns)
     answers = [says(text) for text in said[:-1]] + [Observation(done=True)]
@@ -285,7 +288,8 @@ def test_whatever_is_said_the_requests_grow_and_masks_count_what_was_written(tok
 
 
 def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(tmp_path):
-    """As Qwen3's, which drops the thinking of all turns but the last, and wraps a tool's words in a user's turn."""
+    """As Qwen3's: it drops the thinking of all turns but the last,
+    and wraps a tool's words in a user's turn."""
     template = (
         "{% for m in messages %}{% set role = 'user' if m.role == 'tool' else m.role %}"
         "<|im_start|>{{ role }}\n{{ m.content.split('</think>')[-1] if not loop.last else m.content }}<|im_end|>\n"
@@ -305,7 +309,8 @@ def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_p
     words = "\n<|im_start|>tool\n5 <|im_end|>\n<|im_start|>assistant\n"
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK))
     assert trajectory.tokens.tolist() == [*TALK, *ids(tokenizer, words), *TALK]
-    newline = ids(tokenizer, "\n")  # stands behind the end token, too: what is before it is more than white space
+    # stands behind the end token, too: more than white space comes before it
+    newline = ids(tokenizer, "\n")
     cut = play(tokenizer, Turn(says("5"), Observation(done=True)), Model((50, *newline), TALK))
     assert cut.tokens.tolist() == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
 

@@ -1,4 +1,5 @@
-"""Transformer Engine where it is absent: our layers instead, errors with key and cure; its names in the weight map."""
+"""Without Transformer Engine: our layers instead, errors with key and cure;
+its names in the weight map."""
 
 import re
 from dataclasses import replace
@@ -143,7 +144,8 @@ def test_a_gpu_that_lacks_the_recipe_of_fp8_is_refused_with_those_it_has(monkeyp
 
 
 def as_named_by_transformer_engine(name: str, spec: ModelSpec) -> str:
-    """Its layers hold the norm before a product inside the product's module, and all experts in one."""
+    """Its layers hold the norm before a product inside the product's module,
+    and all experts in one."""
     name = name.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer and spec.has_experts(int(layer[1])):
@@ -175,8 +177,10 @@ def test_the_weight_map_knows_both_namings(layout, tmp_path, family):
 def test_a_norm_has_one_name_in_checkpoints_apart_from_the_product_behind_it_too(
     layout, tmp_path, monkeypatch, family, has_adapters
 ):
-    """So a run with its layers starts from the checkpoint of one with ours, and one with adapters from either."""
-    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)  # absent as the package is
+    """So a run with its layers starts from the checkpoint of one with ours,
+    and one with adapters from either."""
+    # absent as the package is
+    monkeypatch.setattr(gpt_layer_specs, "TESpecProvider", TESpecProvider, raising=False)
     monkeypatch.setattr("megatron.core.utils.get_te_version", lambda: Version("2.20"))
     spec = read_model_spec(make_tiny(tmp_path, family, layers=1, hidden=16, heads=2))
     model = build_model(spec, layout, MegatronConfig())
@@ -241,7 +245,7 @@ def test_where_it_can_be_loaded_its_layers_and_fp8_are_asked_of_megatron(layout,
     monkeypatch.setattr(build, "get_gpt_layer_with_transformer_engine_spec", its_layer)
     monkeypatch.setattr(build, "ModelChunk", lambda *arguments, **options: asked.append((arguments, options)) or chunk)
     megatron = MegatronConfig(fp8=kind, fp8_recipe="blockwise" if kind == "e4m3" else "tensorwise", dtype="bfloat16")
-    with pytest.raises(AttributeError, match="decoder"):  # of the model that is not built here
+    with pytest.raises(AttributeError, match="decoder"):  # no model is built here
         build_model(read_model_spec(model_path), layout, megatron)
     (((config, block), options),) = asked
     assert layers == [{"qk_layernorm": True, "num_experts": None, "moe_grouped_gemm": False}]

@@ -1,4 +1,5 @@
-"""Whether Transformer Engine can be imported, and whose cuDNN it takes, with stand-ins for packages and libraries."""
+"""Whether Transformer Engine can be imported, and with which cuDNN;
+packages and libraries are stand-ins."""
 
 import json
 import os
@@ -36,7 +37,8 @@ class Sum:
     def item(self): return 16
 def ones(size, device): return Sum()
 """
-# its search (transformer_engine/common/__init__.py of 2.18.0): these variables, /usr/local/cuda, then the loader's path
+# its search (transformer_engine/common/__init__.py of 2.18.0): these variables, /usr/local/cuda,
+# then the loader's path
 ENGINE = """
 import ctypes, glob, os
 homes = [os.environ.get(name) for name in ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")]
@@ -50,8 +52,8 @@ BROKEN = "raise ImportError('libcudnn_graph.so.9: cannot open shared object file
 
 @pytest.fixture
 def packages(tmp_path) -> Path:
-    """A folder of stand-ins for torch, its cuDNN and Transformer Engine, beside a system's cuDNN. The libraries are
-    copies of one that Python has."""
+    """A folder of stand-ins for torch, its cuDNN and Transformer Engine, beside a system's cuDNN.
+    The libraries are copies of one of Python's."""
     (library, *_) = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")
     for folder, name in (("nvidia/cudnn/lib", "libcudnn.so.9"), ("system", "libcudnn.so")):
         (tmp_path / folder).mkdir(parents=True)
@@ -75,7 +77,7 @@ def broken(packages, monkeypatch) -> Iterator[Path]:
 
 
 def probed(packages: Path, **variables: str) -> dict:
-    """What the probe of a node says of Transformer Engine, where the system has a cuDNN besides."""
+    """A node's probe on Transformer Engine, with a system's cuDNN besides."""
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environment |= {"PYTHONPATH": str(packages), "LD_LIBRARY_PATH": str(packages / "system"), **variables}
     command = [sys.executable, "-m", "launch.preflight.gpu_probe", "2"]

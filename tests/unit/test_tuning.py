@@ -1,4 +1,4 @@
-"""The table of block sizes: production sizes have rows of their own, all others get what always works."""
+"""The table of block sizes: production sizes have rows of their own, all others a safe one."""
 
 import json
 
@@ -10,7 +10,8 @@ from megatron_dapo.kernels import tuning
 pytestmark = pytest.mark.unit
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-PRODUCTION = [151936, 152064, 38016, 19008]  # one rank's share of the vocabulary: 0.5B; 7B; 7B at TP 4; 32B at TP 8
+# one rank's share of the vocabulary: 0.5B; 7B; 7B at TP 4; 32B at TP 8
+PRODUCTION = [151936, 152064, 38016, 19008]
 
 
 def rows():

@@ -1,4 +1,4 @@
-"""No program here runs what a file holds: every call that could is in a short list, with its reason."""
+"""No program here runs a file's contents: every such call is in a short list, with its reason."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-# the tests read what they wrote themselves
+# the tests read their own files
 TREES = (
     "megatron_dapo",
     "launch",
@@ -36,7 +36,7 @@ CALLS = {
     "os.popen",
 }
 YAML = ("load", "load_all", "full_load", "full_load_all", "unsafe_load", "unsafe_load_all", "Loader", "FullLoader")
-# methods, of whatever object: of torch's checkpoints, of Megatron's, of ZMQ
+# methods of any object: torch's checkpoints, Megatron's, ZMQ
 METHODS = {"read_metadata", "recv_pyobj", "load_plain_tensors", "load_common_state_dict", "load_tensors_metadata"}
 WRITES = {"dump", "dumps", "Pickler", "PickleBuffer", "UnpicklingError", "PicklingError"}
 
@@ -59,7 +59,7 @@ def dotted(node: ast.expr) -> str | None:
 
 
 def aliases(tree: ast.AST) -> dict[str, str]:
-    """Local name -> full name of what was imported."""
+    """Local name -> full name of each import."""
     names = {name: f"builtins.{name}" for name in ("eval", "exec", "__import__")}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def is_risky(name: str) -> bool:
 
 
 def risks(tree: ast.AST) -> Iterator[str]:
-    """Full names of what could run the content of a file; every mention counts, called or not."""
+    """Full names that could run the content of a file; every mention counts, called or not."""
     names = aliases(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -97,7 +97,7 @@ def risks(tree: ast.AST) -> Iterator[str]:
 
 
 def risky_options(call: ast.Call, names: dict[str, str]) -> Iterator[str]:
-    """Yield options with which a function that is no risk by itself becomes one."""
+    """Yield options that turn a harmless function into a risk."""
     options = {option.arg: ast.unparse(option.value) for option in call.keywords}
     first, dot, rest = (dotted(call.func) or "").partition(".")
     function = names.get(first, first) + dot + rest
@@ -134,7 +134,8 @@ def test_torch_reads_tensors_alone_wherever_it_reads():
 
 
 def test_a_model_of_a_folder_is_read_without_its_code_and_its_pickles():
-    """By transformers, which reads pytorch_model.bin where there are no safetensors, and asks whether to run code."""
+    """By transformers: it reads pytorch_model.bin in the absence of safetensors, and asks whether
+    to run code."""
     for path in (ROOT / "checkpoints_tools").glob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):

@@ -1,4 +1,5 @@
-"""`tp_comm_overlap`: micro-batches of one length, and buffers of that length, by a stand-in for Transformer Engine."""
+"""`tp_comm_overlap`: micro-batches and buffers of one length,
+by a stand-in for Transformer Engine."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.unit
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 CAP = "actor_rollout_ref.actor.max_tokens_per_microbatch"
-# of a run with tensor-parallel ranks; what a test here leaves out it refuses, or does not need
+# of a run with tensor-parallel ranks; settings left out here are refused, or not needed
 WITH_BUFFERS = (
     f"{MEGATRON}.tp_comm_overlap=true",
     f"{MEGATRON}.sequence_parallel=true",
@@ -47,7 +48,7 @@ def model_path(tmp_path_factory) -> str:
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What Transformer Engine is asked for, by a module in its place."""
+    """The demands on Transformer Engine, by a module in its place."""
     calls: list[dict] = []
     base = SimpleNamespace(
         UserBufferQuantizationMode=SimpleNamespace(NONE="none"),
@@ -81,15 +82,16 @@ def trained(layout, model_path, *more: str):
 
 
 def test_every_micro_batch_is_as_long_as_it_may_be_and_that_changes_nothing(layout, model_path, monkeypatch):
-    """Loss, gradient norm and updated weights, in float32: what is padded adds zeros to sums, which other lengths may
-    take in another order."""
+    """Loss, gradient norm and updated weights, in float32: padding adds zeros to sums, and other
+    lengths may add them in another order."""
     lengths, metrics, weights = trained(layout, model_path)
     assert len(set(lengths)) > 1
     monkeypatch.setattr("megatron_dapo.training.policy.build_model", _without_buffers)
     full, same, equal = trained(layout, model_path, f"{MEGATRON}.tp_comm_overlap=true")
     assert set(full) == {100} and len(full) == len(lengths)
     assert {name: same[name] for name in metrics} == pytest.approx(metrics, rel=1e-5, abs=1e-7)
-    # Adam divides by the gradient's size: where that is nearly 0, its rounding moves a weight by up to the rate, 1e-6
+    # Adam divides by the gradient's size: at nearly 0,
+    # its rounding moves a weight by up to the rate, 1e-6
     for name, value in weights.items():
         torch.testing.assert_close(equal[name], value, rtol=0, atol=2.1e-6)
 
@@ -154,7 +156,8 @@ def test_megatron_gets_the_length_if_the_layers_are_its(layout, model_path, aske
     monkeypatch.setattr(build, "ModelChunk", lambda config, *_, **__: configs.append(config))
     for overlap in (True, False):
         megatron = MegatronConfig(tp_comm_overlap=overlap, dtype="bfloat16")
-        with pytest.raises(AttributeError, match="rotary_pos_emb"):  # of None, the model that is not built here
+        # of None: no model is built here
+        with pytest.raises(AttributeError, match="rotary_pos_emb"):
             build_model(read_model_spec(model_path), layout, megatron, num_tokens=96)
     assert [config.tp_comm_overlap for config in configs] == [True, False]
     assert [call["shape"] for call in asked] == [[96, 16]]

@@ -1,4 +1,5 @@
-"""The held-out evaluation of a run: what it reports and keeps, with exact weights, and that it holds up nothing."""
+"""Validation of a run: its metrics and records, with exact weights,
+and that it holds up nothing."""
 
 import asyncio
 import json
@@ -76,7 +77,7 @@ def test_each_data_source_has_its_figures_and_every_answer_is_kept(folder):
 
 
 def test_training_is_sampled_while_held_out_prompts_are_answered(folder):
-    """Without a bound on the age, too: nothing waits for the other, and each gets what it asked for."""
+    """Even without a bound on the age: neither waits for the other, and each gets its request."""
 
     async def scenario(controller, servers):
         servers[0].hold.clear()
@@ -113,13 +114,14 @@ def test_weights_that_are_lost_are_waited_for_and_no_answer_is_asked_for_twice(f
         assert {version for record in kept(folder, 1) for version in record["weight_versions"]} == {5}
 
     script = Script()
-    script.delays = [0.5, 0.0, 0.0]  # from the end: the last answer is under way when the weights are lost
+    # from the end: the last answer is under way when the weights are lost
+    script.delays = [0.5, 0.0, 0.0]
     run_in_folder(folder, scenario, script, overrides=[val_file(folder, "a", "a", "a")])
 
 
 def test_an_evaluation_of_kept_answers_costs_no_more_than_its_own_requests(folder):
-    """At K = 1, with an evaluation of 12 answers under way in every step: the steps ask for what they would without it,
-    none waits for an answer of an evaluation, and nothing is asked for twice."""
+    """At K = 1, with a validation of 12 answers under way in every step. The steps ask for the same
+    as without it, none waits for its answers, and nothing is asked for twice."""
 
     def num_requests(validates):
         async def main():
@@ -136,7 +138,8 @@ def test_an_evaluation_of_kept_answers_costs_no_more_than_its_own_requests(folde
                     batch = await controller.next_batch(step, step - 1)
                     assert len(batch.groups) == 4 and batch.metrics["rollout/num_retries"] == 0
                     if validates and step > 1:
-                        await until(lambda: controller._validation._task.done())  # in the update: nobody waits for it
+                        # in the update: nobody waits for it
+                        await until(lambda: controller._validation._task.done())
                         assert (await controller.evaluate(step - 1, step - 1))["val/num_prompts"] == 6
                     await asyncio.gather(*(server.push(step) for server in servers))
                     if validates:
@@ -185,7 +188,8 @@ def test_weights_that_the_trainer_no_longer_has_are_pushed_to_nobody(has_trained
 
 
 def test_a_resumed_run_evaluates_again_what_was_answered_but_not_reported(tmp_path):
-    """The answers are written when the last one is there, their figures a step later; a kill may come between."""
+    """The answers are written when the last one is there, their figures a step later;
+    a kill may come between."""
     run = RunFolder(tmp_path)
     job = SimpleNamespace(run=run, layout=SimpleNamespace(agreement=SingleRank()))
     run.validation(4).parent.mkdir()

@@ -1,4 +1,4 @@
-"""Promises of the critic's loss and of explained variance, against loops written from the seeds and the definitions."""
+"""The critic's loss and explained variance, against loops from the seeds and the definitions."""
 
 import math
 
@@ -76,7 +76,8 @@ def test_every_branch_by_hand(value, old, target, loss, gradient):
 
 
 def test_the_classic_loss_is_half_of_the_mean():
-    """0.5 * max((v - R)^2, (v_clipped - R)^2).mean() of the seed on classic control, with its way to clip."""
+    """0.5 * max((v - R)^2, (v_clipped - R)^2).mean() of the seed on classic control,
+    with its way to clip."""
     rng = np.random.default_rng(0)
     values, old, returns = rng.normal(size=(3, 50))
     clipped = old + np.clip(values - old, -0.2, 0.2)
@@ -87,7 +88,8 @@ def test_the_classic_loss_is_half_of_the_mean():
 
 def test_huber_is_huber_in_the_clipped_branch_too():
     arguments = (float64([0.0]), float64([-9.0]), float64([0.5]), float64([1.0]), torch.tensor(1))
-    assert float(value_loss(*arguments, clip=1.0, loss_type="huber").loss_sum) == 8.0  # |-8 - 0.5| - 0.5
+    # |-8 - 0.5| - 0.5
+    assert float(value_loss(*arguments, clip=1.0, loss_type="huber").loss_sum) == 8.0
     assert float(value_loss(*arguments, clip=1.0, loss_type="l2").loss_sum) == 8.5**2
 
 
@@ -127,7 +129,7 @@ def test_a_batch_where_nothing_counts_gives_zeros():
     assert float(result.loss_sum.detach()) == 0.0 and not values.grad.any() and finalize(result.sums) == {}
 
 
-# ------------------------------------------------------------------------------------------------ explained variance
+# ------------------------------------------------------------------------------- explained variance
 
 
 @given(st.lists(st.tuples(NUMBER, NUMBER, st.booleans()), min_size=1, max_size=20), st.integers(0, 20))

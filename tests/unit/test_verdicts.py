@@ -45,7 +45,7 @@ def stopped_while_sampling(folder) -> dict:
 
 
 def test_groups_that_a_broken_reward_left_without_a_verdict_are_sampled_again_once_it_is_corrected(folder):
-    """Else a run that is stopped because its reward fails trains on that failure when it goes on."""
+    """Otherwise a run stopped because its reward fails trains on that failure when it goes on."""
     (folder / "fake_rewards.py").write_text(FAILS)
     state = stopped_while_sampling(folder)
     write_files(folder)

@@ -1,4 +1,5 @@
-"""The real client of Weights & Biases, offline: what a run sends arrives under its own names, with step and table."""
+"""The real client of Weights & Biases, offline: a run's data arrive under their names,
+with step and table."""
 
 import json
 import struct
@@ -50,7 +51,7 @@ def wait_for_end(file: Path) -> None:
 
 
 def history(file: Path) -> list[dict]:
-    """What was logged, line by line, by name."""
+    """The log, line by line, by name."""
     lines = [record.history for record in records(file) if record.WhichOneof("record_type") == "history"]
     return [
         {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in line.item} for line in lines

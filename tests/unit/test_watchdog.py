@@ -1,4 +1,4 @@
-"""Who is blamed for a hang, what counts as silence, and that nothing keeps a process from its end."""
+"""The blame for a hang, the measure of silence, and that nothing keeps a process from its end."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> 
 @pytest.mark.parametrize(
     ("places", "silent", "blamed"),
     [
-        ({0: place(5), 2: place(4)}, {1}, [1]),  # one that does not answer, wherever the others are
+        ({0: place(5), 2: place(4)}, {1}, [1]),  # one without an answer, at any place of the others
         ({0: place(5, waits=True), 1: place(4), 2: place(5, waits=True)}, set(), [1]),  # has not come to the phase
         ({0: place(5, 9, waits=True), 1: place(5, 9), 2: place(5, 9, waits=True)}, set(), [1]),  # in no collective
         ({0: place(5, 3, waits=True), 1: place(5, 4)}, set(), [1]),  # the first pipeline stage, ahead and stuck
@@ -99,7 +99,7 @@ def test_nccls_record_is_kept_only_with_a_gpu_though_torch_always_has_one(uses_g
 
 
 def last_words(folder: Path, log: int, trouble: Callable[[Watchdog], None]) -> int | None:
-    """Exit code of a process that finds a hang, a fork of this one; none where it had to be killed."""
+    """Exit code of a process that finds a hang, a fork of this one; None if it had to be killed."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -1,4 +1,5 @@
-"""What the trainer asks of NCCL and torch, and when, where the servers are on GPUs; with a stand-in for both."""
+"""The trainer's calls to NCCL and torch, and their times, for servers on GPUs;
+with stand-ins for both."""
 
 import os
 import threading
@@ -20,11 +21,11 @@ pytestmark = pytest.mark.unit
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 CUDA = torch.device("cuda", 0)
-WAIT_S = 20.0  # for what takes milliseconds
+WAIT_S = 20.0  # for milliseconds of work
 
 
 class Nccl:
-    """In place of torch's process group: notes how it was made and what is asked of it."""
+    """In place of torch's process group: notes its creation and the calls to it."""
 
     Options = SimpleNamespace
 
@@ -73,7 +74,8 @@ def made(monkeypatch) -> list[Nccl]:
 
 
 def test_no_watchdog_ends_the_trainer_for_a_server_that_dies(made):
-    """torch reads the setting when a group is made: this one has it, the trainer's others have not."""
+    """torch reads the setting when a group is made: this one has it,
+    the trainer's others have not."""
     group = BroadcastGroup("weights-0", "127.0.0.1", 5, CUDA, 7.0)
     group.ready.result(WAIT_S)
     assert (made[0].blocking_wait, os.environ[BLOCKING_WAIT]) == ("1", "0")

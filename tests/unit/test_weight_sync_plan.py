@@ -1,4 +1,4 @@
-"""The parts of weight sync that are pure: what is planned, and what a server's checksum of it must be."""
+"""The pure parts of weight sync: the plan, and the right checksum of a server."""
 
 import hashlib
 from dataclasses import replace
@@ -34,7 +34,7 @@ def spec_lists(draw) -> list[TensorSpec]:
     return [TensorSpec(f"tensor.{i}", shape, dtype) for i, (shape, dtype) in enumerate(rows)]
 
 
-# ---------------------------------------------------------------------------------------------------- plan
+# --------------------------------------------------------------------------------------------- plan
 
 
 @given(spec_lists(), st.integers(1, 20_000), st.integers(0, 20_000))
@@ -109,7 +109,7 @@ def test_tensors_that_go_together_count_as_one_tensor():
         assert [(bucket.flat, bucket.names) for bucket in buckets] == expected
 
 
-# ---------------------------------------------------------------------------------------------------- checksums
+# ---------------------------------------------------------------------------------------- checksums
 
 
 def layer(heads: int, kv_heads: int, width: int = 6, ffn: int = 16) -> dict[str, torch.Tensor]:
@@ -208,7 +208,8 @@ def test_a_vocabulary_may_lie_whole_on_every_rank_of_a_server():
 
 
 def test_experts_are_stacked_in_their_order_and_cut_within_each_on_the_server():
-    p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)  # as ranks with some of them each give them
+    # as ranks with some of them each give them
+    p, order = "model.layers.0.mlp.experts.", (1, 10, 0, *range(2, 10), 11)
     shapes = {"down_proj": (6, 8), "up_proj": (8, 6), "gate_proj": (8, 6)}
     tensors = {f"{p}{e}.{m}.weight": torch.randn(shape) for e in order for m, shape in shapes.items()}
     tensors["model.layers.0.mlp.gate.weight"] = torch.randn(12, 6)
@@ -242,7 +243,8 @@ def test_shared_experts_are_stacked_as_an_mlp_is_and_a_router_with_a_bias_is_in_
 
 
 def test_a_latent_attention_has_its_first_products_in_one_and_the_others_cut_by_heads():
-    """And the weight of the router beside it in the model's type, as SGLang's DeepSeek-V3 has it."""
+    """And the weight of the router beside it in the model's type,
+    as SGLang's DeepSeek-V3 has it."""
     p, shapes = "model.layers.1.self_attn.", {"q_a_proj": (3, 6), "q_b_proj": (8, 3), "kv_a_proj_with_mqa": (5, 6)}
     shapes |= {"kv_b_proj": (12, 4), "o_proj": (6, 8)}
     tensors = {f"{p}{module}.weight": torch.randn(shape) for module, shape in shapes.items()}
@@ -321,7 +323,8 @@ def test_the_gpu_checksum_is_that_of_a_word_by_word_reading_of_sglangs_kernel(nu
 
 
 def kernel_in_numpy(data: bytes) -> int:
-    """sglang.kernels.ops.memory.gpu_tensor_hash, read line by line in 32-bit numpy arithmetic, tile by tile."""
+    """sglang.kernels.ops.memory.gpu_tensor_hash, read line by line in 32-bit numpy arithmetic,
+    tile by tile."""
     import numpy as np
 
     def fmix32(x):
@@ -358,7 +361,7 @@ def kernel_in_numpy(data: bytes) -> int:
     return x ^ (x >> 31)
 
 
-# ---------------------------------------------------------------------------------------------------- addresses
+# ---------------------------------------------------------------------------------------- addresses
 
 
 def test_the_group_meets_on_loopback_when_all_servers_are_there():

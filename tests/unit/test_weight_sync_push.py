@@ -1,6 +1,7 @@
-"""One push with servers that fail in its last phases; with real ones: tests/distributed/test_weight_sync_group.py.
+"""One push with servers that fail in its last phases.
 
-The trainer is one rank, what it sends is not looked at, and the push's clock moves only when a test moves it.
+With real servers: tests/distributed/test_weight_sync_group.py. The trainer is one rank, its tensors
+are not inspected, and the push's clock moves only when a test moves it.
 """
 
 import asyncio
@@ -25,12 +26,12 @@ from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 pytestmark = pytest.mark.unit
 
-SOON_S = 20.0  # far above what anything here needs
+SOON_S = 20.0  # far above all needs here
 TIMEOUT_S = 100.0
 
 
 class Server:
-    """Has the routes of a push, fails where it is told to, and remembers its state."""
+    """Has the routes of a push, fails on command, and remembers its state."""
 
     def __init__(self, url: str) -> None:
         self.url, self.version = url, "default"
@@ -94,7 +95,7 @@ class Server:
 
 
 class World:
-    """The servers there are, and a sync whose sender does what `sending` says."""
+    """Some servers, and a sync with `sending` as its sender's work."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -114,7 +115,7 @@ class World:
         self.flushes = flushes
         return self
 
-    # what sync.Sender does in a push
+    # sync.Sender's steps in a push
 
     def join(self, sizes: dict[str, int], deadline: object) -> None:
         self.members = list(sizes)
@@ -229,7 +230,8 @@ def test_without_the_last_server_the_push_is_over_also_at_the_deadline(world):
 
 
 def test_between_two_attempts_the_others_stay_paused(world):
-    """They hold some of the weights: a token that they wrote then would make its whole answer useless."""
+    """They hold some of the weights: a token that they wrote then would make its whole answer
+    useless."""
     steady, lost = world.add("steady"), world.add("lost")
     seen = []
 

@@ -1,4 +1,4 @@
-"""Who is named when a transfer to the servers fails, and what a bucket asks of them.
+"""The names in a failed transfer's error, and a bucket's requests to the servers.
 
 With real servers: tests/distributed/test_weight_sync_group.py.
 """
@@ -34,7 +34,7 @@ class Calls:
 
 
 def named(calls: Calls, other: Future) -> str:
-    """The error where the healthy server has not answered yet: it waits in the collective."""
+    """The error before the healthy server's answer: it waits in the collective."""
     sender = Sender(0, calls, Plan(()), torch.device("cpu"))
     transfer = Transfer("send", [Call(HEALTHY, Future()), Call(OTHER, other)], Future())
     with pytest.raises(WeightSyncError) as caught:

@@ -1,4 +1,4 @@
-"""Which buckets of a stage are under way at once, and what becomes of the others when one fails."""
+"""Buckets of a stage under way at once, and the fate of the others when one fails."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ DEADLINE = Deadline(20.0)
 
 
 class Recorder:
-    """A source and a sender: what is asked of them, and which bucket fails to arrive."""
+    """A source and a sender: the calls to them, and the bucket that fails to arrive."""
 
     def __init__(self, fails: int | None = None) -> None:
         self.fails = fails
@@ -92,7 +92,8 @@ def test_after_a_bucket_that_fails_none_is_sent_and_the_others_of_the_stage_go_o
 
 
 def test_when_a_bucket_fails_the_requests_of_the_next_one_are_withdrawn():
-    """A server that took one up later would look for a group that is broken, in the session of the next attempt."""
+    """A server that took one up later would look for a broken group,
+    in the session of the next attempt."""
     answers: list[Future] = []
 
     class Calls:

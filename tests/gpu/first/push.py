@@ -1,8 +1,9 @@
-"""A push of the trainer's weights over NCCL to a process that stands in for a server, on the same GPU, byte for byte.
+"""A push of the trainer's weights over NCCL to a stand-in for a server on the same GPU,
+byte for byte.
 
-What is ours runs as in a job: `WeightSync`, its buckets and its `BroadcastGroup`. The receiver is the stand-in of
-tests/distributed. Where both processes share a device they talk over the loopback interface, so the seconds mean
-nothing.
+Our side runs as in a job: `WeightSync`, its buckets and its `BroadcastGroup`. The receiver is the
+stand-in of tests/distributed. Both processes share the device and talk over the loopback interface,
+so the seconds mean nothing.
 """
 
 import asyncio

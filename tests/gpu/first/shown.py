@@ -1,4 +1,4 @@
-"""What came of a part, from the files it wrote, in lines that begin with >>.
+"""The results of a part, from its files, in lines that begin with >>.
 
 shown.py heads head.json | step METRICS PLAN | demo RESULTS | ranks RESULTS
 """
@@ -45,7 +45,8 @@ COMPARED = ("actor/loss", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "
 
 
 def compare(name: str, got: Path, base: Path, bounds: dict[str, float]) -> int:
-    """bounds: metric -> relative difference allowed in the first step, above a floor of 1e-6; later steps are shown."""
+    """bounds: metric -> relative difference allowed in the first step, above a floor of 1e-6; later
+    steps are shown."""
     if not got.exists():
         print(f">> {name}: there is no such run")
         return 1
@@ -67,8 +68,8 @@ def compare(name: str, got: Path, base: Path, bounds: dict[str, float]) -> int:
 
 
 def demo(results: Path) -> int:
-    """Entropy and norm of the gradient count; the loss is a small difference of large sums. bfloat16 on a CPU is off by
-    up to 6e-3 and 5e-2 from float32 there."""
+    """Entropy and norm of the gradient count; the loss is a small difference of large sums.
+    bfloat16 on a CPU is off by up to 6e-3 and 5e-2 from float32 there."""
     base = results / "demo-cpu.metrics.jsonl"
     print(f">> CPU: {len(lines(base))} steps")
     if not (results / "demo-gpu-float32.metrics.jsonl").exists():

@@ -1,5 +1,7 @@
-"""Does this card run what we have: versions, ceilings, and the kernels small against float64. A minute, most of it
-compiling. Every line that counts begins with >>."""
+"""Checks of this card for our needs: versions, ceilings, and the kernels, small, against float64.
+
+A minute, most of it compiling. Every line that counts begins with >>.
+"""
 
 import os
 import sys
@@ -76,7 +78,8 @@ def product_rate(device) -> str:
 
 
 def float32_output(device) -> str:
-    """What the heads ask of torch: a product of bfloat16 with float32 results (torch.mm with out_dtype)."""
+    """The heads' need of torch: a product of bfloat16
+    with float32 results (torch.mm with out_dtype)."""
     a, b = (torch.randn(256, 256, device=device, dtype=torch.bfloat16) for _ in range(2))
     c = torch.mm(a, b, out_dtype=torch.float32)
     exact = a.double() @ b.double()

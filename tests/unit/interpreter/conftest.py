@@ -1,11 +1,13 @@
 """Runs the Triton kernels of every test in this folder in Triton's interpreter, on CPU tensors.
 
-Triton chooses between compiling and interpreting when `triton.jit` decorates a function, by an environment variable.
-That would decide for the whole process, where other tests compile the same kernels. Here instead, for as long as a test
-of this folder runs, a launched kernel and a function called inside one are handed to the interpreter. Kernels are
-launched as usual, through their wrappers or as `kernel[grid](...)`.
+Triton chooses between compiling and interpreting when `triton.jit` decorates a function, by an
+environment variable. That would decide for the whole process, but other tests compile the same
+kernels. Here, during each test of this folder, launched kernels and the functions called inside
+them go to the interpreter. Kernels are launched as usual, through their wrappers or as
+`kernel[grid](...)`.
 
-What the interpreter cannot show: memory accesses out of bounds, races, rounding of `tl.dot` on tensor cores.
+Invisible to the interpreter: memory accesses out of bounds, races,
+rounding of `tl.dot` on tensor cores.
 """
 
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import triton.compiler.code_generator  # noqa: F401  it notes what tl.minimum is when imported: before it is patched
+import triton.compiler.code_generator  # noqa: F401  at import it notes tl.minimum: before the patch
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import JITFunction
@@ -53,7 +55,7 @@ def _addmm_wide(c, a, b, out_dtype, *, beta=1, alpha=1, out):
     return out.copy_(beta * c + alpha * (a.to(out_dtype) @ b.to(out_dtype)))
 
 
-# products of halves with float32 results, which torch has for CUDA alone
+# products of halves with float32 results, in torch for CUDA only
 _PRODUCTS = torch.library.Library("aten", "IMPL")
 _PRODUCTS.impl("mm.dtype_out", _mm_wide, "CPU")
 _PRODUCTS.impl("addmm.dtype_out", _addmm_wide, "CPU")
@@ -66,7 +68,7 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", _launch)
     monkeypatch.setattr(JITFunction, "__call__", _call)
     monkeypatch.setattr(builder, "create_dot", lambda self, a, b, *rest: dot(self, _widened(a), _widened(b), *rest))
-    # the executor patches what the kernel itself sees; tl.sum and its like see tl.core
+    # the executor patches the kernel's own view; tl.sum and its like see tl.core
     patches = triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     with np.errstate(invalid="ignore"):  # -inf times 0 is computed and not selected
         yield

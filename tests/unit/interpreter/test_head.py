@@ -25,7 +25,8 @@ CASES = {
     "full_kl_bfloat16": Case(rows=20, full_kl=True, entropy=False, hidden=32, mask="all", dtype=torch.bfloat16),
     "bfloat16_chunks": Case(rows=20, hidden=32, mask="all", chunk_size=16, dtype=torch.bfloat16),
 }
-# The interpreter stores bf16 by cutting off digits, not by rounding: gradients of logits are off by up to twice as much
+# The interpreter stores bf16 by cutting off digits, not by rounding: gradients of logits are off by
+# up to twice as much
 TRUNCATION = 2
 
 

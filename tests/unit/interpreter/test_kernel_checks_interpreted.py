@@ -1,4 +1,5 @@
-"""What the GPU tests ask of the Triton kernels, asked of them in the interpreter at sizes that just say something."""
+"""The GPU tests' demands on the Triton kernels, in the interpreter,
+at the smallest telling sizes."""
 
 import pytest
 import torch

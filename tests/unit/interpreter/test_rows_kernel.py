@@ -17,7 +17,8 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def case(n=13, v=1000, dtype=torch.float32, offset=0.0, seed=0):
-    """logits in a view with a row stride of its own, temperatures per row, targets with both edges of the shard."""
+    """logits in a view with a row stride of its own, temperatures per row, targets with both edges
+    of the shard."""
     g = torch.Generator().manual_seed(seed)
     wide = torch.randn(n, v + 24, generator=g) * 4 + offset
     inv_temperature = 0.5 + torch.rand(n, generator=g)
@@ -56,9 +57,11 @@ def test_a_common_offset_costs_no_more_than_its_own_rounding(offset):
     logits, inv_temperature, targets = case(offset=offset)
     merged = merge(row_statistics(logits, inv_temperature, targets, want_entropy=True, tiles=TILES)[None])
     log_prob, entropy = oracle(logits, inv_temperature, targets)
-    bound = 4 * EPS * (abs(offset) * 1.5 + 64)  # a logit times a temperature below 1.5, rounded once, in x_t and in M
+    # a logit times a temperature below 1.5, rounded once, in x_t and in M
+    bound = 4 * EPS * (abs(offset) * 1.5 + 64)
     torch.testing.assert_close(merged.log_prob.double(), log_prob, rtol=0, atol=bound)
-    # an entropy taken as lse - u / s, without differences to the maximum, would be off by 2e-4 and more
+    # an entropy taken as lse - u / s, without differences to the maximum,
+    # would be off by 2e-4 and more
     torch.testing.assert_close(merged.entropy.double(), entropy, rtol=0, atol=1e-4)
 
 
@@ -81,7 +84,8 @@ def test_a_certain_token_has_a_log_prob_of_zero_and_no_entropy():
 
 
 def test_blocks_and_rows_of_nothing_but_minus_infinity():
-    """A first block without any finite logit, and a share without a valid column, as a rank of padding has."""
+    """A first block without any finite logit, and a share without a valid column,
+    as on a rank of padding."""
     logits, inv_temperature, targets = case(n=3)
     logits[:, :600] = float("-inf")
     targets = targets.clamp(600)
@@ -111,7 +115,8 @@ def test_gradient_is_that_of_float64(with_entropy, dtype, out_dtype):
     out = torch.empty(logits.shape, dtype=out_dtype)
     row_gradient(logits, inv_temperature, targets, merged, g_lp, g_h, out, tiles=TILES)
     expected = oracle_gradient(logits, inv_temperature, targets, g_lp, g_h)
-    # an element is a difference of terms near 1; a float32 probability is right to |log p| < 64 roundings
+    # an element is a difference of terms near 1; a float32 probability is right
+    # to |log p| < 64 roundings
     rounding = torch.finfo(out_dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=64 * EPS)
 
@@ -142,7 +147,8 @@ def test_a_row_with_one_of_the_two_gradients_counts():
 
 @pytest.mark.parametrize("v", [5, 600, 1024])
 def test_the_kl_to_other_rows_and_its_gradient_are_those_of_float64(v):
-    """One row without any incoming gradient, one with that of the KL alone; a column that neither model has."""
+    """One row without any incoming gradient, one with only the KL's;
+    a column absent from both models."""
     logits, inv_temperature, targets = case(n=4, v=v)
     other = case(n=4, v=v, seed=1)[0].clone()
     logits[:, 1], targets[0] = float("-inf"), 0
@@ -161,7 +167,7 @@ def test_the_kl_to_other_rows_and_its_gradient_are_those_of_float64(v):
     row_gradient(logits, inv_temperature, targets, p, g_lp, None, out, kl=KLTerms(other, kl, g_kl), tiles=TILES)
     value = expected @ g_kl.double() + log_p.gather(1, targets[:, None])[:, 0] @ g_lp.double()
     (gradient,) = torch.autograd.grad(value, x)
-    # terms p (log p - log q - KL), their log-probs up to 64 in size and right to as many roundings
+    # terms p (log p - log q - KL), with log-probs up to 64 in size, right to 64 roundings
     torch.testing.assert_close(out.double(), gradient.nan_to_num(0.0), rtol=EPS, atol=256 * EPS)
     assert (out[1] == 0).all()
 
@@ -213,7 +219,7 @@ def test_no_rows_launch_nothing():
 
 
 def test_rows_are_found_by_64_bit_offsets():
-    """32768 rows of a whole vocabulary cannot be allocated here; the source is what can be looked at."""
+    """32768 rows of a whole vocabulary do not fit here; the source stands in for them."""
     for kernel in (rows.row_statistics_kernel, rows.row_gradient_kernel):
         source = inspect.getsource(kernel.fn)
         assert "row = tl.program_id(0).to(tl.int64)" in source and "row * row_stride" in source

@@ -1,4 +1,4 @@
-"""Promises of the loss kernel, in Triton's interpreter: it computes what the torch backend computes."""
+"""Promises of the loss kernel, in Triton's interpreter: it computes the torch backend's results."""
 
 import math
 import sys
@@ -78,7 +78,8 @@ def test_k3_of_small_differences_keeps_the_digits_of_float32(difference):
     result = in_triton(replace(case, log_probs=zero, tokens=tokens))
     rows = dict(zip(metric_names(case.config)[0], result.sums.tolist(), strict=True))
     k3 = math.expm1(float(x)) - float(x)
-    # below 1/2 a series: seven roundings at most; above a difference of numbers up to e: their roundings
+    # below 1/2 a series: seven roundings at most; above a difference of numbers up to e:
+    # their roundings
     bound = 7 * 2.0**-24 * k3 if abs(difference) < 0.5 else 3 * math.e * 2.0**-24
     assert abs(rows["actor/rollout_k3"][0] - k3) <= bound
     assert abs(rows["actor/kl_loss"][0] - k3) <= bound
@@ -113,7 +114,8 @@ def test_tensors_may_be_strided_and_masks_of_any_type():
 
 
 def test_a_gpu_computes_in_float32_and_leaves_float64_to_torch(monkeypatch):
-    module = sys.modules["megatron_dapo.kernels.token_loss"]  # the package exports the function of that name
+    # the package exports the function of that name
+    module = sys.modules["megatron_dapo.kernels.token_loss"]
     monkeypatch.setattr(module, "runs_on_triton", lambda tensor: tensor.dtype != torch.float64)
     case, want = case_and_expected("everything")
     single, exact = (

@@ -1,4 +1,5 @@
-"""Promise of the tests of the loss kernel: a changed comparison, sign or extremum is noticed. All: `make mutation`."""
+"""The tests of the loss kernel notice a changed comparison, sign or extremum.
+All: `make mutation`."""
 
 import functools
 import tempfile
@@ -18,7 +19,7 @@ SHARES = 6
 
 @functools.cache
 def chosen_mutants() -> list[Mutant]:
-    """Once for all shares: no fixture, because the interpreter is there in tests alone."""
+    """Once for all shares: no fixture, because the interpreter exists only within tests."""
     with tempfile.TemporaryDirectory() as folder:
         chosen = [
             mutant
