@@ -144,6 +144,7 @@ def test_export_gives_back_the_checkpoint_bit_for_bit(runs, case):
 def test_gathering_a_bucket_takes_its_slices_and_the_bucket_on_any_rank(runs, case):
     """And, for a moment, one parameter's parts: never a whole layer's experts, much less the
     model's. Servers take gpt-oss's experts in stacks of a layer, which are larger than a bucket."""
+    assert runs[0][f"{case}/peaks"]
     for peak, largest, whole in runs[0][f"{case}/peaks"]:
         bound = 2 * max(BUCKET_BYTES, largest) + largest
         assert peak <= bound

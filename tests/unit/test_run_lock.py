@@ -50,11 +50,17 @@ def test_a_second_run_is_refused_by_name_and_a_killed_one_is_no_obstacle(tmp_pat
 
 def test_a_run_waits_for_another_about_to_end(tmp_path, monkeypatch):
     path, lock = tmp_path / ".lock", RunLock(tmp_path / ".lock")
+    waited = []
     with held(path) as process:
-        monkeypatch.setattr(
-            "megatron_dapo.checkpointing.run_lock.time.sleep", lambda _: (process.kill(), process.wait())
-        )
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            process.kill()
+            process.wait()
+
+        monkeypatch.setattr("megatron_dapo.checkpointing.run_lock.time.sleep", sleep)
         lock.acquire(patience_s=30)
+        assert len(waited) == 1
         lock.acquire(patience_s=0)  # its own is no obstacle
     lock.release()
 

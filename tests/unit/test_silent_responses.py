@@ -42,6 +42,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 @example("\\emptyset", "Answer: {}")
 @example("\\{\\}", "$$\n{}\n$$")
 def test_silence_is_never_right(truth, response):
+    num_judged = 0
     for function, kwargs in CALLS:
         if function == "exact_match" and response.strip().casefold() == truth.strip().casefold():
             continue
@@ -50,7 +51,9 @@ def test_silence_is_never_right(truth, response):
         # a truth outside mathematics; the pool gives the score of a wrong answer
         except (ValueError, TimeoutError):
             continue
+        num_judged += 1
         assert (result.score, result.correct) == (wrong_score(function, "math_dapo"), False), (function, kwargs)
+    assert num_judged  # text is judged whatever the truth is
 
 
 def test_math_dapo_gives_the_verdict_of_verl_with_and_without_an_answer_line():
