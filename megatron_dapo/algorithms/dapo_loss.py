@@ -23,7 +23,7 @@ class LossConfig:
     """The terms of the loss, and the reported metrics."""
 
     clip: Clip = Clip()
-    policy_loss: str = "dapo"  # of POLICY_LOSSES
+    policy_loss: str = "dapo"  # of LOSS_FORMULAS
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"

@@ -70,7 +70,7 @@ def _weighed_log_prob(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip
     return _Losses(-weights * advantages * log_probs, ratio > high, ratio < low, torch.zeros_like(weights).bool())
 
 
-POLICY_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], _Losses]] = {
+LOSS_FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], _Losses]] = {
     "dapo": _surrogate,
     "cispo": _weighed_log_prob,
     "gspo": _surrogate,  # of another ratio
@@ -107,7 +107,7 @@ def policy_loss(
     is_off_policy: Tensor | None = None,
     importance: Tensor | None = None,
 ) -> LossSums:
-    """Return the sum, not the mean, of a loss of POLICY_LOSSES: L = sum_t w_t * i_t * l_t.
+    """Return the sum, not the mean, of a loss of LOSS_FORMULAS: L = sum_t w_t * i_t * l_t.
 
         dapo: l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high)),
         r_t = exp(clamp(lp_t - old_t, +-20)); for A_t < 0 additionally min(., -A_t * dual).
@@ -146,7 +146,7 @@ def policy_loss(
         ratio = shared.clamp(-20.0, 20.0).exp()
     advantages = torch.where(counted, advantages, 0)
 
-    losses, is_above, is_below, is_too_bad = POLICY_LOSSES[kind](log_probs, ratio, advantages, clip)
+    losses, is_above, is_below, is_too_bad = LOSS_FORMULAS[kind](log_probs, ratio, advantages, clip)
     on_policy = counted
     if off_policy is not None and is_off_policy is not None:
         off_policy_losses = OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy)

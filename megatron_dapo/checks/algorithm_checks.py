@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.length_checks import longest_in_words
-from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
+from megatron_dapo.config.built_ins import IMPORT_PATH, POLICY_LOSSES, estimators_with, policy_losses_with
 from megatron_dapo.config.derived import (
     advantage_estimator,
     clip_keys,
@@ -110,7 +110,7 @@ def slots(config: Config) -> Iterator[str]:
 
 def _clips_weight(config: Config) -> bool:
     """Return whether the ratio is clipped at any advantage; CISPO's paper has no lower bound."""
-    return config.actor_rollout_ref.actor.policy_loss == "cispo"
+    return POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].clips_weight
 
 
 def _lower_clip(config: Config) -> Iterator[str]:
@@ -145,20 +145,15 @@ def _dual_clip(config: Config) -> Iterator[str]:
         )
 
 
-_BOUNDS_OF_PAPERS = {
-    "cispo": "clip_ratio_low=1 clip_ratio_high=0.28",
-    "gspo": "clip_ratio_low=3e-4 clip_ratio_high=4e-4",
-}
-
-
 def _bounds_of_papers(config: Config) -> Iterator[str]:
     """Yield a mistake for DAPO's symmetric range under another loss."""
     actor = config.actor_rollout_ref.actor
-    if actor.policy_loss in _BOUNDS_OF_PAPERS and not actor.use_dapo and actor.loss_function is None:
+    bounds = POLICY_LOSSES[actor.policy_loss].bounds
+    if bounds and not actor.use_dapo and actor.loss_function is None:
         yield (
             f"{POLICY_LOSS} is {actor.policy_loss}, but while {USE_DAPO} is false its ratio is clipped at 1 +- "
             f"clip_ratio {actor.clip_ratio:g}; set use_dapo to true, and its own bounds, such as "
-            f"{_BOUNDS_OF_PAPERS[actor.policy_loss]} (docs/loss.md)."
+            f"{bounds} (docs/loss.md)."
         )
 
 
@@ -167,16 +162,17 @@ def _loss_of_replayed_tokens(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if not config.exp_manager.experience_replay.enable:
         return
-    if actor.policy_loss == "gspo":
+    if POLICY_LOSSES[actor.policy_loss].over_sequences:
         yield (
-            f"{POLICY_LOSS} is gspo, which has one ratio per response, but {REPLAY}.enable is true, and the loss of "
-            f"replayed tokens has one per token; set policy_loss to dapo or cispo, or enable to false."
+            f"{POLICY_LOSS} is {actor.policy_loss}, which has one ratio per response, but {REPLAY}.enable is true, and "
+            f"the loss of replayed tokens has one per token; set policy_loss to "
+            f"{' or '.join(policy_losses_with(over_sequences=False))}, or enable to false."
         )
-    if actor.policy_loss == "cispo" and actor.off_policy_shaping_mode == "dapo_clip_higher":
+    if _clips_weight(config) and actor.off_policy_shaping_mode == "dapo_clip_higher":
         yield (
             f"{ACTOR}.off_policy_shaping_mode is dapo_clip_higher, which clips replayed tokens as new ones are clipped "
-            f"with {POLICY_LOSS} dapo, but that is cispo; set off_policy_shaping_mode to exgrpo_policy_shaping, or "
-            f"policy_loss to dapo."
+            f"with {POLICY_LOSS} dapo, but that is {actor.policy_loss}; set off_policy_shaping_mode to "
+            f"exgrpo_policy_shaping, or policy_loss to dapo."
         )
 
 

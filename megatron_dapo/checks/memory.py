@@ -12,6 +12,7 @@ from functools import cache
 
 from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
+from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
     ParallelSizes,
     critic_batching,
@@ -402,7 +403,7 @@ def head_bytes(config: Config, spec: ModelSpec, tokens: int) -> int:
     part = sizes.tp if actor.megatron.sequence_parallel else 1
     rows = min(tokens, log_prob_chunk_size(config, on_gpu=True))
     columns = spec.padded_vocab_size(sizes.tp) // sizes.tp
-    is_over_sequences = actor.loss_function is not None or actor.policy_loss == "gspo"
+    is_over_sequences = actor.loss_function is not None or POLICY_LOSSES[actor.policy_loss].over_sequences
     if is_over_sequences or actor.fused_kernels == "off":
         kernels = actor.fused_kernels != "off"
         return _composed_head_bytes(tokens, rows, columns, spec.hidden_size, width, kernels=kernels)

@@ -1,9 +1,10 @@
-"""Built-in rewards, environments and advantage estimators: names and import paths.
+"""Built-in rewards, environments, policy losses and advantage estimators: names, paths, needs.
 
 They are imported only for their use.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 BY_DATA_SOURCE = "by_data_source"
@@ -52,12 +53,48 @@ ESTIMATORS = {  # algorithm.adv_estimator
 }
 
 
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The needs of a policy loss; formulas: algorithms/policy_loss.py."""
+
+    summary: str = ""
+    """Its line in the process plan; DAPO's is that of its clip."""
+    bounds: str = ""
+    """Clip range of its paper, unless DAPO's."""
+    clips_weight: bool = False
+    """The clipped ratio weighs the log-prob: without a lower bound and a dual clip."""
+    over_sequences: bool = False
+    """One ratio per response: outside the fused head, and not for replayed tokens."""
+
+
+POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss
+    "dapo": PolicyLoss(),
+    "cispo": PolicyLoss(
+        "cispo: the clipped ratio weighs the log-prob of each token",
+        bounds="clip_ratio_low=1 clip_ratio_high=0.28",
+        clips_weight=True,
+    ),
+    "gspo": PolicyLoss(
+        "gspo: one ratio per response; each logit is computed twice",
+        bounds="clip_ratio_low=3e-4 clip_ratio_high=4e-4",
+        over_sequences=True,
+    ),
+}
+
+
 def estimators_with(**needs: bool) -> tuple[str, ...]:
     """Return the names of the estimators with these values."""
+    return _names_with(ESTIMATORS, needs)
+
+
+def policy_losses_with(**needs: bool) -> tuple[str, ...]:
+    """Return the names of the policy losses with these values."""
+    return _names_with(POLICY_LOSSES, needs)
+
+
+def _names_with(table: Mapping[str, object], needs: Mapping[str, bool]) -> tuple[str, ...]:
     return tuple(
-        name
-        for name, estimator in ESTIMATORS.items()
-        if all(getattr(estimator, need) == value for need, value in needs.items())
+        name for name, row in table.items() if all(getattr(row, need) == value for need, value in needs.items())
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from megatron_dapo.algorithms.dapo_loss import LossConfig
 from megatron_dapo.algorithms.policy_loss import Clip, OffPolicy
 from megatron_dapo.algorithms.rollout_correction import RatioBounds, RolloutCorrection
+from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import effective_clip, needs_old_log_probs, uses_experience_replay, uses_kl_loss
 from megatron_dapo.config.ratio_bounds import ratio_bounds, rejection_bounds
 from megatron_dapo.config.schema.config import Config
@@ -20,7 +21,7 @@ def loss_config(config: Config) -> LossConfig:
     loss_corrects = correction.rollout_is != "none" and correction_per_step(config) is None
     bounds = ratio_bounds(correction.rollout_is_threshold)
     base = LossConfig(
-        clip=Clip(low, high, None if actor.policy_loss == "cispo" else actor.clip_ratio_c),
+        clip=Clip(low, high, None if POLICY_LOSSES[actor.policy_loss].clips_weight else actor.clip_ratio_c),
         policy_loss=actor.policy_loss,
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,

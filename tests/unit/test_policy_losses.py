@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_dapo.algorithms.aggregation import AGGREGATIONS, token_weights
 from megatron_dapo.algorithms.dapo_loss import LossConfig, TokenBatch, TokenOutputs, dapo_loss
 from megatron_dapo.algorithms.metrics import finalize
-from megatron_dapo.algorithms.policy_loss import POLICY_LOSSES, Clip, policy_loss
+from megatron_dapo.algorithms.policy_loss import LOSS_FORMULAS, Clip, policy_loss
 from megatron_dapo.checks.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.unused_keys import unused_keys
@@ -41,7 +41,7 @@ def tensor(*values: float) -> Tensor:
 
 
 def test_the_policy_losses_are_those_of_the_config():
-    assert set(ActorConfig.model_fields["policy_loss"].annotation.__args__) == set(POLICY_LOSSES)
+    assert set(ActorConfig.model_fields["policy_loss"].annotation.__args__) == set(LOSS_FORMULAS)
     assert LossConfig().policy_loss == ActorConfig().policy_loss == "dapo"
 
 
@@ -152,7 +152,7 @@ def test_any_aggregation_weighs_the_responses_of_gspo_as_it_weighs_their_tokens(
     responses.assert_same(ours, responses.mean(losses.expand(6, 8), mode))
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", LOSS_FORMULAS)
 def test_at_the_old_policy_all_of_them_are_the_policy_gradient(kind):
     """With one optimizer step per rollout step: the gradient of -A log p,
     weighed as the mode says."""
@@ -165,7 +165,7 @@ def test_at_the_old_policy_all_of_them_are_the_policy_gradient(kind):
     assert shown["actor/on_pg_clipfrac"] == shown["actor/on_pg_clipfrac_lower"] == 0.0
 
 
-@pytest.mark.parametrize("kind", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", LOSS_FORMULAS)
 def test_a_weight_against_the_server_multiplies_the_loss_of_its_token(kind):
     responses = Responses(6, spread=0.3)
     weight = 0.5 + torch.rand(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -338,7 +338,7 @@ def test_the_key_chooses_the_loss(kind, cls):
 
 def test_passes_over_the_same_samples_compute_old_log_probs_for_any_of_them():
     one_step = ["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8"]
-    for kind in POLICY_LOSSES:
+    for kind in LOSS_FORMULAS:
         config = config_of(*one_step, f"{ACTOR}.policy_loss={kind}")
         assert not needs_old_log_probs(config)
         assert needs_old_log_probs(config_of(*one_step, f"{ACTOR}.policy_loss={kind}", f"{ACTOR}.ppo_epochs=2"))
@@ -418,7 +418,7 @@ def test_what_their_papers_ask_for_is_no_mistake(overrides):
 
 
 def test_the_plan_names_the_loss_and_its_cost():
-    plans = {kind: process_plan(config_of(f"{POLICY_LOSS}={kind}")) for kind in POLICY_LOSSES}
+    plans = {kind: process_plan(config_of(f"{POLICY_LOSS}={kind}")) for kind in LOSS_FORMULAS}
     assert "gspo: one ratio per response; each logit is computed twice" in plans["gspo"]
     assert "cispo: the clipped ratio weighs the log-prob" in plans["cispo"]
     assert "gspo" not in plans["dapo"] and "cispo" not in plans["dapo"]

@@ -14,6 +14,7 @@ from megatron_dapo.checks.model_checks import published_name, read_model_specs
 from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.checks.recompute import in_words
 from megatron_dapo.common.sizes import GB, ceil_div, format_gb
+from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
     critic_batching,
     dapo_techniques,
@@ -48,11 +49,6 @@ _LAYERS = {  # by use_transformer_engine; rank 0 reports the result after buildi
     "on": "layers and optimizer of Transformer Engine; without it the ranks refuse to start",
     "off": "layers of our own; no Transformer Engine",
     "auto": "Transformer Engine's layers if it is installed, on GPUs in bfloat16; else our own",
-}
-_POLICY_LOSSES = {  # none: the clip of the next line
-    "dapo": "",
-    "cispo": "cispo: the clipped ratio weighs the log-prob of each token",
-    "gspo": "gspo: one ratio per response; each logit is computed twice",
 }
 
 
@@ -151,7 +147,7 @@ def _techniques(config: Config) -> Iterator[str]:
     if own_loss := config.actor_rollout_ref.actor.loss_function:
         yield f"{'loss':<17}{own_loss}, in place of clip and aggregation"
         techniques = {name: on for name, on in techniques.items() if name not in shown_when_off}
-    elif loss := _POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss]:
+    elif loss := POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].summary:
         yield f"{'loss':<17}{loss}"
     if correction := _correction(config):
         yield f"{'correction':<17}{correction}"

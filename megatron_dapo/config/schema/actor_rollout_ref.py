@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
+from megatron_dapo.config.built_ins import POLICY_LOSSES, policy_losses_with
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Decay,
@@ -139,7 +140,7 @@ class ActorConfig(Section):
     prompts were drawn."""
     max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
     """Hard cap on the packed tokens of one micro-batch on one data-parallel rank; context-parallel ranks share them."""
-    policy_loss: OfBuiltInLoss[Literal["dapo", "cispo", "gspo"]] = "dapo"
+    policy_loss: OfBuiltInLoss[Literal[*POLICY_LOSSES]] = "dapo"  # type: ignore[valid-type]
     """What is clipped: the surrogate of each token; the ratio that weighs its log-prob (cispo); the surrogate with one
     ratio per response (gspo). See docs/loss.md."""
     use_dapo: OfBuiltInLoss[bool] = False
@@ -152,7 +153,9 @@ class ActorConfig(Section):
     """Lower clip range of clip-higher; null = clip_ratio."""
     clip_ratio_high: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.28
     """Upper clip range of clip-higher; null = clip_ratio."""
-    clip_ratio_c: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(Is("policy_loss", "dapo", "gspo"))]] = 3.0
+    clip_ratio_c: OfBuiltInLoss[
+        Annotated[PositiveFloat | None, ActsIf(Is("policy_loss", *policy_losses_with(clips_weight=False)))]
+    ] = 3.0
     """Dual clip: upper bound of the ratio where the advantage is negative (> 1); null = no bound."""
     loss_agg_mode: OfBuiltInLoss[
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

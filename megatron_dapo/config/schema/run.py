@@ -172,7 +172,7 @@ PauseMode = Literal["retract", "in_place"]
 
 class WeightSyncConfig(Section):
     bucket_size_mb: Megabytes = 256
-    """Size of a flat bucket; on CPU at most 64."""
+    """Size of a flat bucket in MiB; on a CPU at most 64."""
     timeout_s: Seconds = 300.0
     """Deadline of one weight push. A server that is lost meanwhile is left out; an error names the server or rank."""
     pause_mode: Annotated[PauseMode, ActsIf(IsNot("actor_rollout_ref.rollout.max_staleness", 0))] = "retract"
