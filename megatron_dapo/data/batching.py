@@ -49,7 +49,7 @@ class TrainSample:
     loss_mask: np.ndarray  # uint8, 0 or 1
     rollout_log_probs: np.ndarray  # float32, by the server; 0 outside the response
     advantage: float  # the same for every token of the response
-    # int32, of the writers of token t + 1; [1] for one version throughout
+    # int32, of the weights behind token t + 1; [1] for one version throughout
     weight_versions: np.ndarray
     exp_mask: bool = False  # replayed: rollout_log_probs are of the policy that wrote it
     # of all tokens but the last, at their own places (data/routed_experts.py); empty if unknown
@@ -185,9 +185,9 @@ def mini_batches(
 ) -> list[list[TrainSample]]:
     """Return lists of at most num_groups whole groups, in drawn order or shuffled by `seed`.
 
-    The mini-batches of a partial rollout step, of indivisible groups, differ by one group at most.
-    Each is one optimizer step of full length: a lone left-over group would weigh as much as the
-    others.
+    If the groups do not divide evenly (a partial rollout step), the mini-batches differ by one
+    group at most. Each is one optimizer step of full length: a lone left-over group would weigh as
+    much as the others.
 
     Membership is decided here, before any balancing: it cannot depend on the parallel layout.
     """

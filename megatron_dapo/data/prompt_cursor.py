@@ -100,9 +100,7 @@ class PromptCursor:
         return {"epoch": self._epoch + self._position / self._num_prompts}
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` numbers in [0, num_prompts): the rest of the epoch, then the
-        next.
-        """
+        """Return the next `count` numbers in [0, num_prompts), on into the next epoch if needed."""
         drawn: list[int] = []
         while len(drawn) < count:
             self._order = self._order or self._order_of(self._epoch)
