@@ -206,8 +206,8 @@ class ServerPool:
     async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
         """Hold a slot of a current server; wait while all are full or down.
 
-        avoid: servers to take only if no other is free. prefer: the server with the text's prefix
-        in its cache; else the least loaded.
+        avoid: servers to take only if no other is free.
+        prefer: the server with the text's prefix in its cache; else the least loaded.
 
         Raises NeedsSync if all answering servers are stale, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
