@@ -1,8 +1,7 @@
 """The tokens of a step's responses, kept for people: rollouts/step_NNNNNN.npz, by the trainer.
 
 It holds the values of each token, response by response in the order of the step's .jsonl, and the
-text of every occurring token. A token takes 15 bytes before compression, about 5 on
-the disk.
+text of every occurring token. A token takes 15 bytes before compression, about 5 on the disk.
 """
 
 import io

@@ -1,11 +1,13 @@
-"""The heads of a training run: log-probs (`head_log_probs`), log-probs with the KL to another model
-(`head_full_kl`), and the whole loss with its gradient in one pass.
+"""The heads of a training run: log-probs, log-probs with a KL, and the loss with its gradient.
+
+`head_log_probs` computes the first, `head_full_kl` the KL to another model with them, and
+`fused_dapo_head` the whole loss with its gradient in one pass.
 
 `fused_dapo_head` computes every chunk of logits once. Before the next chunk overwrites the buffer,
-it derives statistics, loss and the gradients of logits, hidden states and weight (6 N H V
-operations, no recompute). This works because a token's term of the loss depends only on its own
-log-prob, entropy and KL. The division by the global count comes later and is linear. All heads cut
-rows alike and compute equal bits.
+it derives statistics, loss and the gradients of logits, hidden states and weight. That takes 6 N H
+V operations, without recompute. This works because a token's term of the loss depends only on its
+own log-prob, entropy and KL. The division by the global count comes later and is linear. All heads
+cut rows alike and compute equal bits.
 """
 
 from collections.abc import Iterator
@@ -131,7 +133,7 @@ def fused_dapo_head(
         reference: for the KL over the whole vocabulary (use_full_kl); it gets no gradient.
 
     Raises:
-        TypeError: for a loss that is not a sum over tokens; a ratio of whole sequences needs
+        TypeError: for a loss other than a sum over tokens; a ratio of whole sequences needs
             `linear_logprob_entropy`.
         RuntimeError: without grad mode, or inside activation recompute, which would add the
             weight's gradient twice.
@@ -342,5 +344,6 @@ def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
     """
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)
-    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  Megatron's mark, of no tensor's type
+    # Megatron's mark, of no tensor's type
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

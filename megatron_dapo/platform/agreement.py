@@ -1,5 +1,7 @@
-"""Steps that all ranks end alike: every rank learns the results, or all raise the same error, and
-nobody waits for one that has failed."""
+"""Steps that all ranks end alike: with the results, or with the same error.
+
+Nobody waits for a failed rank.
+"""
 
 import copy
 import re
@@ -104,7 +106,7 @@ class Agreement:
 
         If fn raised on any rank, all ranks raise the same error: a SharedUserError with the
         sentences of all UserErrors; else an error of the agreement's kind, unchanged; else a new
-        one that names step, ranks and hosts.
+        one with the names of step, ranks and hosts.
 
         Raises:
             MissingRanksError: if a rank does not come.

@@ -83,7 +83,7 @@ class ParallelLayout:
 
     @property
     def num_copies(self) -> int:
-        """Return how many ranks hold the same weights."""
+        """Return the number of ranks with the same weights."""
         return self.dp * self.cp
 
     @property
@@ -110,7 +110,7 @@ class ParallelLayout:
 
     @property
     def expert_dp(self) -> int:
-        """Return how many ranks hold the same experts, or the same part of them."""
+        """Return the number of ranks with the same experts, or the same part of them."""
         return self.tp * self.num_copies // (self.ep * self.etp)
 
     @property
@@ -118,8 +118,7 @@ class ParallelLayout:
         return self.stage_rank // (self.ep * self.etp)
 
     def place(self, *, of_expert: bool) -> tuple[int, int]:
-        """Return this rank's index among the ranks over which a weight may be cut, and their
-        number."""
+        """Return this rank's index among the ranks of a cut weight, and their number."""
         return (self.etp_rank, self.etp) if of_expert else (self.tp_rank, self.tp)
 
     @property

@@ -1,4 +1,4 @@
-"""The report of one rollout step: statistics of all generated samples, and of the trainer's."""
+"""The metrics of one rollout step: statistics of all generated samples, and of the trainer's."""
 
 from collections.abc import Iterable, Sequence
 

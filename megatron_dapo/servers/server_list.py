@@ -77,7 +77,7 @@ class ServerList:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Return the URLs of a text, one per line; repeated and empty lines, comments (#) drop out."""
+    """Return the URLs of a text, one per line, each once, without empty lines and comments (#)."""
     urls: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         url = line.partition("#")[0].strip()

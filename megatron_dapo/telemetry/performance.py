@@ -15,7 +15,7 @@ from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 WAITING = ("start", "rollout")
-"""Phases in which the trainer only waits for servers and samples."""
+"""Phases of the trainer's waiting for servers and samples."""
 
 
 class RankPeak(NamedTuple):

@@ -71,7 +71,7 @@ class _BuiltInLoss:
     max_response_length: int
     temperature: float
     weight_version: int = 0
-    """Of the weights whose samples are compared with the servers."""
+    """Of the weights behind the samples compared with the servers."""
 
     def tokens(self, batch: MicroBatch) -> TokenBatch:
         """Return the loss's inputs per token."""

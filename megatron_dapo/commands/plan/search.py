@@ -1,4 +1,4 @@
-"""Searches the fastest layouts and splits of a config's nodes, among those that fit into memory."""
+"""Searches the fastest layouts and splits of a config's nodes that fit into memory."""
 
 import itertools
 import shlex
@@ -82,8 +82,8 @@ def search(
 ) -> list[tuple[Candidate, StepTime]]:
     """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
 
-    Exact among the candidates: they are simulated in the order of a lower bound of their step,
-    until none of the rest can be faster than the last one shown.
+    Exact among the candidates: they are simulated in the order of a lower bound of their step. The
+    search ends when none of the rest can be faster than the last one shown.
     """
     ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
@@ -185,7 +185,7 @@ def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
 
 
 def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ from a config's, in the form of a command line."""
+    """Return the keys with other values than a config's, in the form of a command line."""
     return [f"{key}={_as_text(value)}" for key, value in keys.items() if _value_of(config, key) != value]
 
 

@@ -324,8 +324,10 @@ def mean_age(groups: Iterable[Group], weight_version: int) -> float:
 
 
 def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
-    """Return an answer with the fields that the queue reads: length, correctness, and one entry per
-    weight version, whose loss mask is its number of tokens."""
+    """Return an answer with the fields read by the queue: length, correctness, weight versions.
+
+    It has one entry per weight version; the entry's loss mask is its number of tokens.
+    """
     return Sample(
         uid=request.uid,
         prompt_tokens=np.zeros(1, TOKEN),
