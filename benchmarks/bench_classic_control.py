@@ -1,8 +1,8 @@
 """PPO of examples/classic_control beside the one of stable-baselines3, on CartPole-v1.
 
-Budget of environment steps, seeds, network sizes and settings are the same. Reported: the return of
-100 fresh episodes, the env steps until the last 100 episodes of training first returned 475 on
-average, and the seconds of processor time.
+Budget of environment steps, seeds, network sizes and settings are the same. Reported are the return
+of 100 fresh episodes and the seconds of processor time. Beside them stand the env steps until the
+last 100 training episodes first returned 475 on average.
 
 stable-baselines3 goes into a folder of its own, not into .venv:
 

@@ -1,10 +1,10 @@
 """One controller beside many servers: its share of a core at a given rate of tokens.
 
 It shows whether one controller can feed the trainer. The controller is the program's own, at
-`max_staleness` 1. The servers are stand-ins in a process of their own: they answer with rendered
-text of the length and size of SGLang's, and each writes `--rate` tokens a second in all. The
-trainer takes a step as soon as it is ready. Rewards and the decoding of responses to text are part
-of the work.
+`max_staleness` 1. The servers are stand-ins in a process of their own. They answer with rendered
+text of the length and size of SGLang's. Each writes `--rate` tokens a second in all. The trainer
+takes a step as soon as it is ready. Rewards and the decoding of responses to text are part of the
+work.
 
 python -m benchmarks.bench_controller [--quick] [--servers N,...] [--rate TOKENS_PER_S]
     [--seconds S] [--json FILE]

@@ -1,7 +1,7 @@
 """The schedule of one mini-batch: rank 0's seconds, the fill of micro-batches, the balance of work.
 
 Lengths are log-normal, the cost of a sequence is that of Qwen2.5-32B, and the cap is its recipe's:
-one sample of full length. The best possible fill follows only from whole numbers: every rank has
+one sample of full length. The best possible fill follows only from whole numbers. Every rank has
 the same number of micro-batches, at least the samples' tokens / (ranks x cap), rounded up.
 """
 

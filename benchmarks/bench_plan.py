@@ -2,11 +2,11 @@
 
 python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
 
-Lengths and acceptance are inputs of a plan, so each run's own are given. Foretold are the seconds
-of a step: by the run's own speeds (are the parts put together rightly?), and by those of the demo
-as it is. Before that the demo's server answers batches of requests, for its time per token, per
-request and for both. The plans of this run take these figures; at its end they are printed in the
-form of `megatron_dapo/checks/hardware.py`.
+Lengths and acceptance are inputs of a plan, so each run's own are given. The seconds of a step are
+foretold by the run's own speeds (are the parts put together rightly?), and by the unchanged demo's.
+Before that the demo's server answers batches of requests, for its time per token, per request and
+for both. The plans of this run take these figures; at its end they are printed in the form of
+`megatron_dapo/checks/hardware.py`.
 """
 
 import argparse

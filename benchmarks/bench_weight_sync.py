@@ -10,8 +10,8 @@ for all of them.
 
 The stand-in keeps a push's tensors and loads nothing. A real server (--server) copies them into its
 model, and its raw broadcasts go to a process of their own. "between buckets" is the part of a push
-without anything received by the stand-in: it answers a request and takes up the next one, which it
-has already.
+without anything received by the stand-in. Meanwhile it answers a request and takes up the next one,
+which it has already.
 """
 
 import argparse

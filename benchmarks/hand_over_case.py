@@ -214,9 +214,9 @@ class _Leader:
 def _round(layout: object, distributor: object, leader: _Leader | None) -> dict[str, float]:
     """Hand the step over; return seconds.
 
-    They are: from the controller to rank 0; from there to micro-batches on all ranks; rank 0's
-    cutting and the slowest rank's collating in that time; CPU seconds of all ranks and the
-    controller.
+    They go from the controller to rank 0, and from there to micro-batches on all ranks. Of the
+    latter rank 0's cutting and the slowest rank's collating are given, too. CPU seconds are of all
+    ranks and the controller.
     """
     groups = None
     began = time.process_time() + (leader.controllers_cpu_s() if leader else 0.0)

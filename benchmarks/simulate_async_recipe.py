@@ -40,9 +40,9 @@ SPEC = model_spec(model_json_named("qwen2.5-32b"))
 USUAL = Assumptions.usual(CONFIG, HARDWARE["h100"])
 LENGTHS = USUAL.responses
 SEED = 1
-# The first versions are warm-up, until their age is out of the figures: four times the largest age
-# of a token, and at least the optimizer steps of 48 small steps. The two halves of the measured
-# steps then have about one age.
+# The first versions are warm-up, until their age is out of the figures. That takes four times the
+# largest age of a token, and at least the optimizer steps of 48 small steps. The two halves of the
+# measured steps then have about one age.
 WARM_UP, MEASURED = 192, 192  # optimizer steps
 
 

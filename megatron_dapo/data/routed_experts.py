@@ -1,7 +1,7 @@
 """The experts chosen by a server's routers: one array of small numbers per response.
 
-A response of T tokens, its prompt included, has T - 1 rows: nobody asks for a successor of the last
-token, so no model has read it. A row has the experts of every layer, the first layer's first.
+A response of T tokens, its prompt included, has T - 1 rows: nobody asks for the last token's
+successor, so no model has read it. A row has the experts of every layer, the first layer's first.
 """
 
 import base64

@@ -79,8 +79,8 @@ def head_log_probs(
     (float64 for float64).
 
     hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit,
-    on the other rows (on CPU as far as the matrix library keeps to that: it does for hidden sizes
-    of whole cache lines).
+    on the other rows. On CPU that holds as far as in the matrix library: for hidden sizes of whole
+    cache lines.
     """
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
@@ -95,8 +95,10 @@ def head_log_probs(
 def head_full_kl(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: KLReference
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without
-    gradient, as `head_log_probs`; q is the reference's at the same temperature."""
+    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows.
+
+    Without gradient, as `head_log_probs`; q is the reference's at the same temperature.
+    """
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
@@ -123,8 +125,9 @@ def fused_dapo_head(
 
     Backward hands out the gradient of hidden_LH: summed over the group, or with sequence
     parallelism this rank's slice. The gradient of the weight is added to weight.main_grad during
-    this call, if there is one (float32; zero it before, as is Megatron's convention); otherwise
-    backward hands it out too. Every rank of the group must call it with the same plan.
+    this call, if there is one. It is float32; zero it before, as is Megatron's convention.
+    Otherwise backward hands the gradient out too. Every rank of the group must call it with the
+    same plan.
 
     Args:
         hidden_LH: [L, H], this rank's rows in the plan's cut.
@@ -339,8 +342,8 @@ def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
     """Return backward's result for the weight.
 
-    If main_grad has the gradient already, Megatron expects a dummy that fires the hooks: zeros if
-    an embedding of the same weight adds its own gradient to it.
+    If main_grad has the gradient already, Megatron expects a dummy that fires the hooks. It is
+    zeros if an embedding of the same weight adds its own gradient to it.
     """
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)

@@ -71,8 +71,10 @@ class ParallelLayout:
 
     @property
     def segment_multiple(self) -> int:
-        """Return the number that the length of a packed segment must be a multiple of: with context
-        parallelism it is cut into 2 x cp chunks (models/context_parallel.py)."""
+        """Return the number that divides the length of every packed segment.
+
+        With context parallelism a segment is cut into 2 x cp chunks (models/context_parallel.py).
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property

@@ -118,9 +118,10 @@ class RankStatus:
 
 
 def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
-    """Return the ranks for which the others wait: the ranks that do not answer; else, of the ranks
-    in the earliest phase, those outside a collective, or else with the fewest beats. Nobody if all
-    are alike.
+    """Return the ranks for which the others wait: the ranks that do not answer, if any.
+
+    Else they are of the ranks in the earliest phase: the ones outside a collective, or else with
+    the fewest beats. Nobody if all are alike.
 
     Args:
         places: of the ranks that answer.

@@ -1,8 +1,9 @@
 """Limits the prompts to draw now. Pure: plain numbers in, plain numbers out.
 
-The trainer pushes its weights once per rollout step: before the first step version 0, or after a
-resume the number of the last step; after step s version s, also in the critic's warm-up. So servers
-hold version s - 1 when step s is asked for, and its tokens of version w are s - 1 - w versions old.
+The trainer pushes its weights once per rollout step. Before the first step it pushes version 0, or
+after a resume the number of the last step. After step s it pushes version s, also in the critic's
+warm-up. So servers hold version s - 1 when step s is asked for, and its tokens of version w have
+the age s - 1 - w.
 """
 
 import math
@@ -36,8 +37,8 @@ def paced(
     not at totals of the run, so that it holds after a resume too.
 
     No deadlock: the trainer waits for step num_steps + 1 <= total_steps after a push of version
-    num_steps. So the right side is at least (num_steps + 1) * size, and a prompt may be drawn as
-    long as ready and open groups do not fill the step.
+    num_steps. So the right side is at least (num_steps + 1) * size. A prompt may be drawn as long
+    as ready and open groups do not fill the step.
     """
     return num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
 

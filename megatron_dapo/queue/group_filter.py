@@ -26,10 +26,10 @@ FILTER_MODES: dict[str, Callable[[Sequence[bool]], str | None]] = {
 }
 
 # The other modes, metrics under verl's names -> the field of a sample that must differ in a group.
-# The final reward is the result of the reward function and shaping, as in DAPO's pipeline: groups
+# The final reward is the result of the reward function and shaping, as in DAPO's pipeline. Groups
 # are chosen by it, and only then scored by the reference, for the KL in the advantages. verl
-# subtracts the KL first: once the policy has moved, two responses have equal rewards only if they
-# are the same token for token, so nothing is filtered.
+# subtracts the KL first. Once the policy has moved, two responses then have equal rewards only if
+# they are the same token for token, so nothing is filtered.
 FILTER_METRICS: dict[str, str] = {
     "acc": "correct",  # by the verifier
     "score": "raw_reward",  # of the verifier, before shaping

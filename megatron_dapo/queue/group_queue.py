@@ -27,7 +27,7 @@ class QueueLimits:
     """Sizes and rules of a `GroupQueue`.
 
     A record of its own, not a config section: the rules come from four sections, two of them
-    exclusive (`make_queue`), and the plan simulates a queue without a config.
+    exclusive (`make_queue`). Besides, the plan simulates a queue without a config.
     """
 
     train_batch_size: int  # groups per step

@@ -58,9 +58,10 @@ class Drawing:
         """Have the queue decide on finished groups. is_waited_for: the trainer waits for the step.
 
         Groups with too few verdicts are not decided on yet, so that a saved state can sample them
-        again; further groups show whether the function is to blame. Raises UserError if a whole
-        wave, or a step's number of groups, has too few: the draws since the last step are repeated
-        once it is corrected.
+        again. Further groups show whether the function is to blame.
+
+        Raises UserError if a whole wave, or a step's number of groups, has too few. The draws since
+        the last step are repeated once the function is corrected.
         """
         check = self._verdict_check
         assert check is not None, "begin() comes first"

@@ -78,9 +78,8 @@ class Sampler:
             multi_turn: plays responses with an environment; without it they have one turn each.
             greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the
                 group's baseline.
-            exact: accept only tokens of the weight version expected by the server pool; else also
-                later ones than the group's draw, so that a response may go on while weights are
-                pushed.
+            exact: accept only tokens of the weight version expected by the server pool. Else also
+                later ones than the group's draw: a response may go on while weights are pushed.
             scorers: of responses, beside the rewards.
             routers: of the model, if samples need the experts chosen by the servers.
             seed: of the run; each request's seed derives from it, the group, the response and the
@@ -122,7 +121,7 @@ class Sampler:
             params: of the new ones; each request gets a seed of its own.
             on_sample: called with each new response as soon as it is finished, regardless of the
                 others.
-            on_partial: called with an unfinished response of one turn: the pool's `abort_requests`
+            on_partial: called with an unfinished response of one turn. The pool's `abort_requests`
                 ended it, it waited for its reward, or it had begun before and did not go on.
             elsewhere: numbers of the caller's own responses; they are not sampled.
 

@@ -6,6 +6,6 @@ from sglang.srt.models.deepseek_v2 import DeepseekV3ForCausalLM
 
 __all__ = ["DeepseekV3ForCausalLM"]
 
-# SGLang 0.5.23 would multiply the queries of a whole prompt with whole keys there, and look for
-# these in its cache, which has the latent vectors.
+# SGLang 0.5.23 would multiply the queries of a whole prompt with whole keys there. It would look
+# for these in its cache, which has the latent vectors.
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

@@ -97,13 +97,13 @@ class Policy:
         """Return the same mini-batches with old log-probs on the last stage, the place of the loss.
 
         Old log-probs are the current policy's; of replayed samples the recorded ones of their
-        policy. Mini-batches stay as they are if the loss needs none: with one optimizer step per
-        rollout step the old policy is the current one, and with bypass_mode the servers' log-probs
-        are taken for old.
+        policy. Mini-batches stay as they are if the loss needs none. With one optimizer step per
+        rollout step the old policy is the current one; with bypass_mode the servers' log-probs are
+        taken for old.
 
         Also filled in, if configured: the KL over the whole vocabulary, to the reference that
-        scored before; the rollout correction's factor of each token; with router_replay "old", on
-        every stage, this pass's choice of experts.
+        scored before, and the rollout correction's factor of each token. With router_replay "old"
+        so is, on every stage, this pass's choice of experts.
         """
         if not self._needs_old:
             return list(mini_batches)

@@ -68,9 +68,9 @@ class BroadcastGroup:
     Here the backend classes are constructed directly, on that helper's store keys. They are public,
     and can be given up one by one. They enter no global table that would outlive a dead server.
 
-    The backend runs in a separate thread, since joining, a broadcast over NCCL and a gloo broadcast
-    to a frozen peer all block in C++ until their time-out. The caller waits on futures and can give
-    up at its own deadline.
+    The backend runs in a separate thread: joining, a broadcast over NCCL and a gloo broadcast to a
+    frozen peer block in C++ until their time-out. The caller waits on futures and can give up at
+    its own deadline.
 
     torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, for
     example at a server's death. This group has no watchdog; its futures carry the errors.

@@ -2,8 +2,8 @@
 
 SGLang's `weights_checker` gives a checksum per parameter on CPU and GPU alike. Its other readings
 do not do: `compare` needs CUDA, `get_weights_by_name` knows few models and cuts long tensors. Its
-parameters are fused and cut by the server's tensor parallelism, so the trainer's tensors are
-brought into that form first (`TensorSpec.served`, from the weight rows of the family).
+parameters are fused and cut by the server's tensor parallelism. The trainer's tensors are brought
+into that form first (`TensorSpec.served`, from the weight rows of the family).
 """
 
 import hashlib

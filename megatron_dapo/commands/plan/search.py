@@ -154,8 +154,10 @@ def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> d
 
 
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield layouts of the trainer that fit with its critic, each with the seconds from a batch to
-    the push; with the least recomputation that fits."""
+    """Yield layouts of the trainer that fit with its critic, and their seconds from batch to push.
+
+    Each has the least recomputation that fits.
+    """
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
     for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):

@@ -111,7 +111,10 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 def push_s(spec: ModelSpec, bucket_mb: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds of a push: the weights in bfloat16 over the sender's adapter (a broadcast
-    passes each byte once), and for each bucket the answers of the servers."""
+    """Return the seconds of a push.
+
+    The weights go in bfloat16 over the sender's adapter (a broadcast passes each byte once). For
+    each bucket the answers of the servers are added.
+    """
     num_bytes = num_all_parameters(spec) * WIDTH
     return num_bytes / (hardware.network_bandwidth * efficiency.link) + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

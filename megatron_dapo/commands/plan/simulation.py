@@ -1,7 +1,7 @@
 """A discrete-event simulation of rollout and training: a run's speed, without servers and without
 waiting.
 
-Queue and admission are the program's own (`megatron_dapo.queue`); the model is of time: of the
+Queue and admission are the program's own (`megatron_dapo.queue`). The model is of the time of the
 servers, of the trainer and of the push of the weights. Pure: no clock, no files. Seconds are
 simulated seconds.
 """

@@ -397,7 +397,7 @@ def _with_copies(parameters: tuple[int, int], sizes: ParallelSizes) -> list[tupl
 def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
     """Return the seconds of Adam over a rank's parameters.
 
-    The GPU steps its share while the node's cores step the offloaded one; meanwhile gradients come,
+    The GPU steps its share while the node's cores step the offloaded one. Meanwhile gradients come,
     and weights go, tensor by tensor (megatron-core 0.16.1,
     optimizer/cpu_offloading/hybrid_optimizer.py: two streams). The slowest counts.
     """
