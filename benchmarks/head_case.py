@@ -58,7 +58,10 @@ class HeadAnswer(NamedTuple):
 
 
 def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, *, with_entropy: bool, seed: int = 0) -> HeadCase:
-    """Return logits of standard deviation 2; old log-probs 0.1 away clip some ratios."""
+    """Return a case with logits of standard deviation 2.
+
+    Old log-probs are 0.1 away from the current ones, so that some ratios are clipped.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens = shape.num_tokens
 

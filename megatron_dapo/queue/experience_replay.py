@@ -63,7 +63,7 @@ class ExperiencePool:
     """
 
     def __init__(self, keys: ExperienceReplayConfig, group_size: int, seed: int) -> None:
-        """group_size: responses per prompt, the replayed one included."""
+        """Begin with an empty pool. group_size: responses per prompt, the replayed one included."""
         self._keys = keys
         self._group_size = group_size
         self._seed = seed

@@ -19,7 +19,10 @@ class BatchReplay(NoServerRollout):
     """Dumped batches in place of a controller and its servers."""
 
     def __init__(self, folder: str | Path, vocab_size: int, takes_experiences: bool = False) -> None:
-        """takes_experiences: the loss handles samples of the dumped run's experience replay."""
+        """Prepare; no batch is read yet.
+
+        takes_experiences: the loss handles samples of the dumped run's experience replay.
+        """
         super().__init__(str(folder))
         self._folder = Path(folder)
         self._vocab_size = vocab_size

@@ -52,7 +52,7 @@ class NoServerRollout:
     """
 
     def __init__(self, source: str) -> None:
-        """source: names the batches in messages about a checkpoint."""
+        """Keep the batches' name for messages about a checkpoint."""
         self._source = source
 
     def wait_ready(self) -> None:
