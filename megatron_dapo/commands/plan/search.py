@@ -83,7 +83,7 @@ def search(
     """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
 
     Exact among the candidates: they are simulated in the order of a lower bound of their step. The
-    search ends when none of the rest can be faster than the last one shown.
+    search goes on until none of the rest can be faster than the last one shown.
     """
     ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
