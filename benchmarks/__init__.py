@@ -1,4 +1,5 @@
-"""Time, memory and error of the kernels, beside every other implementation that can be imported here.
+"""Time, memory and error of the kernels, beside every other importable implementation.
 
-`python benchmarks/bench_NAME.py --help`; `make bench` runs them all. What they show is read in docs/kernels.md.
+`python benchmarks/bench_NAME.py --help`; `make bench` runs them all. docs/kernels.md explains
+their figures.
 """

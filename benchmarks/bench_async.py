@@ -1,7 +1,8 @@
-"""What sampling while the trainer trains gains: steps per second at `max_staleness` K = 0, 1 and 2, in one layout.
+"""Sampling while the trainer trains: its gain in steps/s at `max_staleness` K = 0, 1, 2.
 
-The controller is the program's own; servers and trainer sleep for as long as their work would take. Beside each figure
-is what a simulation of the same numbers predicts (`megatron_dapo/commands/plan/simulation.py`).
+All in one layout. The controller is the program's own; servers and trainer sleep for the time of
+their work. Beside each figure stands the prediction of a simulation of the same numbers
+(`megatron_dapo/commands/plan/simulation.py`).
 
 python -m benchmarks.bench_async [--quick] [--staleness 0,1,2] [--steps N] [--json FILE]
 """
@@ -27,18 +28,19 @@ from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import make_config, write_files
 
-LENGTHS = Lengths(median=60, sigma=0.9, longest=280)  # shaped as those of the 32B recipe, a 73rd as long
+# in the shape of the 32B recipe's, a 73rd as long
+LENGTHS = Lengths(median=60, sigma=0.9, longest=280)
 ACCEPTANCE = 0.45
 SEED = 1
 MACHINES = Machines(num_servers=2, slots_per_server=16, token_s=0.008, train_s=2.0, push_s=0.1)
 RECIPE = Recipe(train_batch_size=16, gen_batch_size=64, n=4, max_staleness=0, num_steps=12)
 QUICK_MACHINES = replace(MACHINES, token_s=0.001, train_s=0.2, push_s=0.01)
 QUICK_RECIPE = replace(RECIPE, train_batch_size=4, gen_batch_size=16, num_steps=2, warm_up=1)
-MANY_STEPS = 10_000  # of the run, so that none of the measured ones is near its end
+MANY_STEPS = 10_000  # of the run: no measured one is near its end
 
 
 class SlotCount:
-    """How many slots of all servers are in use, as a mean over time."""
+    """The number of occupied slots of all servers, as a mean over time."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -51,7 +53,7 @@ class SlotCount:
         self._number += change
 
     def slot_seconds(self) -> float:
-        """Return the slots in use times seconds, so far."""
+        """Return the occupied slots times seconds, so far."""
         self._account()
         return self._seconds
 
@@ -64,7 +66,7 @@ class SlotCount:
 def bench_config(
     folder: Path, servers: Sequence[SleepingServer], machines: Machines, recipe: Recipe, *overrides: str
 ) -> Config:
-    """Return the config of a controller with these servers; its files are those of `write_files`."""
+    """Return the config of a controller with these servers; its files are from `write_files`."""
     rollout = "actor_rollout_ref.rollout"
     return make_config(
         folder,
@@ -87,7 +89,7 @@ def bench_config(
 async def train(
     controller: Controller, servers: Sequence[SleepingServer], slots: SlotCount, machines: Machines, recipe: Recipe
 ) -> Speed:
-    """Ask for batches, sleep as a trainer, push; the speed of the steps after the warm-up."""
+    """Ask for batches, sleep as a trainer, push; return the steps' speed after the warm-up."""
     waited_s = 0.0
     discarded = generated = 0.0
     started = (time.monotonic(), slots.slot_seconds())
@@ -118,7 +120,7 @@ async def train(
 
 
 async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draws) -> Speed:
-    """The speed of the real controller with servers and a trainer that sleep."""
+    """Return the speed of the real controller with sleeping servers and a sleeping trainer."""
     slots = SlotCount()
     answers = Answers(draws, recipe.n)
     servers = [SleepingServer(answers, machines.token_s, slots.add) for _ in range(machines.num_servers)]
@@ -135,7 +137,7 @@ async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draw
 
 
 def compared(machines: Machines, recipe: Recipe) -> dict:
-    """One K: measured and predicted speed, and the processor time that the measurement took of this process."""
+    """Return one K's measured and predicted speed, and this process's share of processor time."""
     draws = random_draws(LENGTHS, ACCEPTANCE, recipe.n, SEED)
     predicted = Simulation(machines, recipe, draws).run()
     with tempfile.TemporaryDirectory(prefix="async-") as name:
@@ -158,8 +160,10 @@ def compared(machines: Machines, recipe: Recipe) -> dict:
 
 
 def discarded_shares(sizes: Sequence[int], num_steps: int) -> list[dict]:
-    """What K = 0 discards, of all generated groups, by the simulation: for steps of these sizes, at several
-    acceptances."""
+    """Return the share of generated groups discarded at K = 0, by the simulation.
+
+    It is simulated for steps of these sizes, at several acceptances.
+    """
     shares = []
     machines = Machines(num_servers=1, slots_per_server=4 * max(sizes), token_s=1.0, train_s=1.0, push_s=0.0)
     for size in sizes:
@@ -172,7 +176,7 @@ def discarded_shares(sizes: Sequence[int], num_steps: int) -> list[dict]:
 
 
 def with_ratios(results: list[dict]) -> list[dict]:
-    """Each with its steps per second over those of the first, measured and predicted."""
+    """Return the results with ratios of steps per second to the first, measured and predicted."""
     for result in results:
         for kind in ("measured", "predicted"):
             first = results[0][kind]["steps_per_s"]
@@ -227,7 +231,7 @@ def show(results: Sequence[dict]) -> None:
 
 
 def show_discarded(shares: Sequence[dict]) -> None:
-    """Print what K = 0 discards: a line for each size of a step."""
+    """Print the shares discarded at K = 0: a line for each size of a step."""
     acceptances = list(dict.fromkeys(share["acceptance"] for share in shares))
     columns = ("groups per step", *(f"acceptance {acceptance:g}" for acceptance in acceptances))
     table = plain_table("discarded at K = 0, of all generated groups (simulated)", columns)

@@ -1,4 +1,6 @@
-"""What the arithmetic demo learns at each max_staleness, and how long a step takes: three seeds, whole runs.
+"""The arithmetic demo's learning and seconds per step at each max_staleness.
+
+Three seeds, whole runs.
 
 python -m benchmarks.bench_async_demo [--quick] [--runs FOLDER] [--json FILE]
 """
@@ -21,8 +23,9 @@ from megatron_dapo.telemetry.closing_table import read_metrics
 STALENESS, SEEDS = (0, 1, 2, 4), (1, 2, 3)
 ALL_STEPS = ["trainer.total_training_steps=40"]
 QUICK = (0, 1), (1,), ["trainer.total_training_steps=3"]
-NUM_LAST = 5  # steps over which the last reward is a mean
-FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"  # half a gen batch: more would only make answers older
+NUM_LAST = 5  # steps in the mean of the last reward
+# half a gen batch: more would only make answers older
+FEWER_SLOTS = "actor_rollout_ref.rollout.max_concurrency=64"
 CORRECTION = "algorithm.rollout_correction.rollout_is=token"
 
 
@@ -32,14 +35,15 @@ def overrides(max_staleness: int, seed: int, folder: Path) -> list[str]:
 
 
 def measured(max_staleness: int, seed: int, runs: Path, length: list[str]) -> dict:
-    """Run the demo, unless its folder holds a run that came to its end; return the run's figures."""
+    """Run the demo, unless its folder holds a finished run; return the run's figures."""
     folder = runs / f"demo_k{max_staleness}_s{seed}"
     if not RunFolder(folder).model.exists():
         arguments = [*overrides(max_staleness, seed, folder), *length]
         subprocess.run([sys.executable, "-m", "examples.arithmetic.demo", *arguments], check=True, stdout=sys.stderr)
     rows = read_metrics(RunFolder(folder).metrics)
     steps = [row for row in rows if "actor/loss" in row]
-    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]  # of responses that the step waited for
+    # of responses that the step waited for
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
     return {
         "max_staleness": max_staleness,
         "seed": seed,
@@ -53,7 +57,7 @@ def measured(max_staleness: int, seed: int, runs: Path, length: list[str]) -> di
 
 
 def table(results: list[dict]):
-    """One row per seed and max_staleness."""
+    """Return a table with one row per seed and max_staleness."""
     names = ("seed", "K", "first reward", "last reward", "beside K = 0", "accuracy", "oldest", "s per step")
     rows = plain_table("the arithmetic demo", names)
     synchronous = {result["seed"]: result["last_reward"] for result in results if not result["max_staleness"]}

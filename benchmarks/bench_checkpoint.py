@@ -1,8 +1,11 @@
-"""Saving a training checkpoint (model and the moments of Adam) on one process: throughput beside torch.save of the same
-bytes and a plain write of them, all flushed to the disk, in turns; and how long training stands still while one is
-saved in the background, as a share of a save that it waits for.
+"""Saving a training checkpoint on one process: its throughput, and the standstill of training.
 
-A save here is what the trainer does: tensors, checksums of all files (which read them again), manifest, rename.
+The checkpoint holds a model and the moments of Adam. The throughput stands beside torch.save of the
+same bytes and a plain write of them, all flushed to the disk, in turns. The standstill under a save
+in the background is a share of a blocking save's time.
+
+A save here is the trainer's: tensors, checksums of all files (which read them again), manifest,
+rename.
 """
 
 import argparse
@@ -40,16 +43,18 @@ class Case:
         self.folder = folder
         write_model(folder / "hf", size, torch.float32, 10**9)
         self.layout = ParallelLayout.initialize()
-        from megatron_dapo.training.policy import Policy  # Megatron: after `initialize` has prepared it
+        # Megatron: after `initialize` has prepared it
+        from megatron_dapo.training.policy import Policy
 
         config = load_config(None, [f"actor_rollout_ref.model.path={folder / 'hf'}"])
         self.policy = Policy(config, self.layout)
         self.values = dict(self.policy.model.chunks[0].named_parameters())
-        self.state = [torch.randn_like(value) for value in self.values.values() for _ in range(3)]  # weight, moments
+        # weight, moments
+        self.state = [torch.randn_like(value) for value in self.values.values() for _ in range(3)]
         self.num_bytes = sum(value.nbytes for value in self.state)
 
     def empty(self) -> Path:
-        """A folder for one write; what the last one left is gone and on no queue of the disk."""
+        """Return an empty folder for one write; the last one's data are on no queue of the disk."""
         shutil.rmtree(self.folder / "out", ignore_errors=True)
         os.sync()
         (self.folder / "out").mkdir()
@@ -88,7 +93,10 @@ def blocking(case: Case) -> dict[str, float]:
 
 
 def background(case: Case) -> dict[str, float]:
-    """The trainer looks in between the parts of a step; here one is POLL_S of doing nothing."""
+    """Save in the background.
+
+    The trainer looks in between the parts of a step; here a part is POLL_S of doing nothing.
+    """
     saver, final = _saver(case, background=True)
     started = time.perf_counter()
     stalls = [_seconds(lambda: saver.start(final, {}, dict))]
@@ -138,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
 
 
 def summary(name: str, num_bytes: int, rounds: int, samples: dict[str, list[dict[str, float]]]) -> dict:
-    """Medians; ratios are within a round, since a disk is not equally fast all the time."""
+    """Return medians, and ratios within a round: a disk is not equally fast all the time."""
     medians = {
         way: {phase: statistics.median(sample[phase] for sample in taken) for phase in taken[0]}
         for way, taken in samples.items()

@@ -1,10 +1,12 @@
-"""PPO of examples/classic_control beside the one of stable-baselines3, on CartPole-v1: the same budget of environment
-steps, seeds, network sizes and settings. Reported: the return of 100 fresh episodes, when the last 100 episodes of
-training first returned 475 on average, and the seconds of processor time.
+"""PPO of examples/classic_control beside the one of stable-baselines3, on CartPole-v1.
+
+Budget of environment steps, seeds, network sizes and settings are the same. Reported are the return
+of 100 fresh episodes and the seconds of processor time. Beside them stand the env steps until the
+last 100 training episodes first returned 475 on average.
 
 stable-baselines3 goes into a folder of its own, not into .venv:
 
-    .venv/bin/python -m pip install --no-deps --target DIR -r benchmarks/requirements_classic_control.txt
+    .venv/bin/python -m pip install --no-deps -t DIR -r benchmarks/requirements_classic_control.txt
     PYTHONPATH=DIR .venv/bin/python benchmarks/bench_classic_control.py
 """
 
@@ -27,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def ours(num_env_steps: int, seed: int) -> tuple[list[float], int | None]:
-    """(returns of 100 fresh episodes, env steps until solved)."""
+    """Return (returns of 100 fresh episodes, env steps until solved)."""
     solved_at = None
     for progress in training(ENVIRONMENT, CARTPOLE, num_env_steps, seed):
         solved_at = solved_at or _if_solved(progress.recent, progress.env_steps)
@@ -35,8 +37,10 @@ def ours(num_env_steps: int, seed: int) -> tuple[list[float], int | None]:
 
 
 def stable_baselines3(num_env_steps: int, seed: int) -> tuple[list[float], int | None]:
-    """With our settings in its words. vf_coef: its value loss has no 1/2. Its own: advantages are whitened per
-    mini-batch."""
+    """Return the same of stable-baselines3, with our settings in its words.
+
+    vf_coef: its value loss has no 1/2. Its own: advantages are whitened per mini-batch.
+    """
     sb3, common = need("stable_baselines3"), need("stable_baselines3.common.env_util")
     callbacks = need("stable_baselines3.common.callbacks")
 

@@ -1,10 +1,13 @@
-"""Whether one controller can feed the trainer from many servers: its share of a core at a given rate of tokens.
+"""One controller beside many servers: its share of a core at a given rate of tokens.
 
-The controller is the program's own, at `max_staleness` 1. The servers are stand-ins in a process of their own, which
-answer with rendered text as long and as large as SGLang's; each writes `--rate` tokens a second in all. The trainer
-takes a step as soon as it is ready. Rewards and the decoding of responses to text are part of the work.
+It shows whether one controller can feed the trainer. The controller is the program's own, at
+`max_staleness` 1. The servers are stand-ins in a process of their own. They answer with rendered
+text of the length and size of SGLang's. Each writes `--rate` tokens a second in all. The trainer
+takes a step as soon as it is ready. Rewards and the decoding of responses to text are part of the
+work.
 
-python -m benchmarks.bench_controller [--quick] [--servers N,...] [--rate TOKENS_PER_S] [--seconds S] [--json FILE]
+python -m benchmarks.bench_controller [--quick] [--servers N,...] [--rate TOKENS_PER_S]
+    [--seconds S] [--json FILE]
 """
 
 import argparse
@@ -41,32 +44,34 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Load:
-    """What the servers do: rate: tokens per second of each; slots: requests at once on each; mean_tokens: of an answer;
-    seconds: that are measured; step_groups: groups of a step."""
+    """The work of the servers."""
 
     num_servers: int
-    rate: float
-    slots: int
-    mean_tokens: int
-    step_groups: int
-    seconds: float
+    rate: float  # tokens per second of each
+    slots: int  # requests at once on each
+    mean_tokens: int  # of an answer
+    step_groups: int  # groups of a step
+    seconds: float  # of the measurement
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The part of an answer that is the same for all requests."""
+    """The part of an answer common to all requests."""
 
     num_tokens: int
     text: bytes
 
     def body(self, version: int) -> bytes:
-        """Return the whole answer, of which these weights wrote every token."""
+        """Return the whole answer, with every token written by these weights."""
         spans = f'"weight_version":"{version}","weight_versions":[{{"version":"{version}","start":0,"end":'
         return self.text + spans.encode() + f"{self.num_tokens}}}]}}}}".encode()
 
 
 def render_answers(mean_tokens: int) -> list[Answer]:
-    """Return answers with log-normal lengths, ids of a large vocabulary and log-probs as float32 prints them."""
+    """Return answers of log-normal lengths with ids of a large vocabulary.
+
+    Their log-probs are printed as float32.
+    """
     chooser = random.Random(SEED)
     answers = []
     for number in range(NUM_DISTINCT):
@@ -83,7 +88,7 @@ def render_answers(mean_tokens: int) -> list[Answer]:
 
 
 class RenderedServer(FakeServer):
-    """Answers each request with one of the rendered answers, after as long as its tokens take."""
+    """Answers each request with one of the rendered answers, after the time of its tokens."""
 
     def __init__(self, answers: Sequence[Answer], token_s: float) -> None:
         super().__init__(Script(), version=0)
@@ -98,7 +103,7 @@ class RenderedServer(FakeServer):
 
 
 def serve(load: Load, pipe: Connection) -> None:
-    """Run the servers of a load until the pipe ends; send their URLs, then take the weight versions that they hold."""
+    """Run the servers of a load until the pipe ends; send their URLs, then take weight versions."""
 
     async def main() -> None:
         answers = render_answers(load.mean_tokens)
@@ -115,7 +120,7 @@ def serve(load: Load, pipe: Connection) -> None:
 
 
 async def measured(folder: Path, urls: Sequence[str], pipe: Connection, load: Load) -> dict[str, float]:
-    """Return the controller's share of a core, and tokens per second, over the steps after the first two."""
+    """Return the controller's share of a core, and tokens per second, after the first two steps."""
     rollout = "actor_rollout_ref.rollout"
     config = make_config(
         folder,
@@ -189,7 +194,7 @@ def run(load: Load) -> dict:
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Give the folder a tokenizer of words as large as a language model's."""
+    """Give the folder a tokenizer of words of a language model's size."""
     words = {word: index for index, word in enumerate([*WORDS, *(f"w{n}" for n in range(len(WORDS), VOCABULARY))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,9 +1,9 @@
-"""Peak memory and time of converting a made-up model, Hugging Face -> Megatron -> Hugging Face, on one process, beside
-transformers' own load of it.
+"""Peak memory and time of converting a made-up model, Hugging Face -> Megatron -> Hugging Face.
 
-Each runs in a process of its own, of which the memory that is its own (RssAnon) is read from /proc while it runs: pages
-of files that are mapped, which the system takes back at need, are counted in the last column alone. `start` is a
-process that imports the same things and does nothing; `model` is the size of the weights.
+It runs on one process, beside transformers' own load of the model. Each runs in a process of its
+own, with its own memory (RssAnon) read from /proc meanwhile. Pages of mapped files, taken back by
+the system at need, are counted only in the last column. `start` is a process with the same imports
+and no work; `model` is the size of the weights.
 """
 
 import argparse
@@ -37,7 +37,7 @@ sum(weight.sum() for weight in model.parameters())  # until then it maps the fil
 
 @dataclass(frozen=True)
 class Measured:
-    """One process: its own memory at the peak, everything that was mapped included or not, and its time."""
+    """One process: its own memory at the peak, without and with all mapped files, and its time."""
 
     name: str
     seconds: float
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         ]
         same = _same_files(source, back)
     model_bytes = size.num_values * 2
-    bound = 2 * max(shards) + model_bytes  # the promise: twice the largest shard, and the process's own part
+    # the promise: twice the largest shard, and the process's own part
+    bound = 2 * max(shards) + model_bytes
     start = rows[0].peak_anonymous
     result = {
         "model": name,
@@ -92,7 +93,7 @@ def _tool(name: str) -> list[str]:
 
 
 def measured(name: str, command: Sequence[str]) -> Measured:
-    """Runs it to its end, looking at its memory. Raises CalledProcessError."""
+    """Run it to its end with a watch on its memory. Raises CalledProcessError."""
     print(f"measuring {name}", file=sys.stderr)
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parent.parent)
@@ -113,7 +114,7 @@ def measured(name: str, command: Sequence[str]) -> Measured:
 
 
 def _same_files(a: Path, b: Path) -> bool:
-    """Whether the weights are the same bytes in the same files."""
+    """Return whether the weights are the same bytes in the same files."""
     names = sorted(path.name for path in a.glob("*.safetensors"))
     return names == sorted(path.name for path in b.glob("*.safetensors")) and all(
         subprocess.run(["cmp", "-s", a / name, b / name]).returncode == 0 for name in names

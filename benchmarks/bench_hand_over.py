@@ -1,6 +1,7 @@
-"""The hand-over of a rollout step: the bytes that the controller holds, and the seconds in which its samples come to
-rank 0 and from there, as micro-batches, to all ranks of TP2 x DP2 over gloo; the seconds in which the state of as many
-waiting groups is saved.
+"""The hand-over of a rollout step: the bytes held by the controller, and the seconds of each way.
+
+The samples come to rank 0 and from there, as micro-batches, to all ranks of TP2 x DP2 over gloo.
+The state of the same number of waiting groups is saved, with its seconds.
 
 python -m benchmarks.bench_hand_over [--quick] [--samples 512,1024] [--tokens 6000] [--json FILE]
 """
@@ -20,8 +21,8 @@ from benchmarks.report import plain_table, written
 
 CASE = Path(__file__).with_name("hand_over_case.py")
 RECIPE = (8192, 6000)  # samples and tokens of a step of the 32B recipe
-# Free memory stays with a process for its next round: a virtual machine may give it back to its host, and what it then
-# takes to have it again hides how the seconds grow.
+# Free memory stays with a process for its next round. Otherwise a virtual machine may give it back
+# to its host, and the time to have it again hides the growth of the seconds.
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_ARENA_MAX": "1"}
 
 

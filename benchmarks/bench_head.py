@@ -1,5 +1,8 @@
-"""The head: hidden states and a weight to the DAPO loss and its gradients. Time over plain matrix products, peak memory
-above inputs and gradient buffers, error against float64."""
+"""The head: from hidden states and a weight to the DAPO loss and its gradients.
+
+Time over plain matrix products, peak memory above inputs and gradient buffers, error against
+float64.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ TOKENS_FOR_ERRORS = 256  # the float64 answer holds several [T, V] tensors
 
 
 def one_pass(provider: Provider, head, case: HeadCase):
-    """Forward, and backward where there is one, up to the gradient in main_grad. The answer."""
+    """Return the answer of a forward pass, and of the backward pass if any, up to main_grad."""
     answer = head(case)
     if provider.backward:
         answer.loss.backward()
@@ -65,7 +68,7 @@ def measure(options: argparse.Namespace, shape: Shape, chosen: dict) -> ShapeRes
 
 
 def _both(case: HeadCase) -> dict[bool, HeadCase]:
-    """By whether the entropy is computed."""
+    """Return the case by its flag for the entropy."""
     return {case.with_entropy: case, False: case.without_entropy()}
 
 
@@ -80,7 +83,8 @@ def _measure_errors(row: Row, provider: Provider, head, case: HeadCase, referenc
 def _measure_memory(row: Row, provider: Provider, head, case: HeadCase) -> None:
     def work() -> None:
         case.clear_gradients()
-        if provider.slow_start or case.device.type == "cuda":  # compiled code for this shape, libraries' own buffers
+        # compiled code for this shape, libraries' own buffers
+        if provider.slow_start or case.device.type == "cuda":
             one_pass(provider, head, case)
             case.clear_gradients()
         row.peak_bytes = peak_bytes(lambda: one_pass(provider, head, case), case.device)

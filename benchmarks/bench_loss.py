@@ -1,5 +1,8 @@
-"""The policy loss of given log-probs, with its gradient and every metric: time, operators, waits for the device, error
-against float64. Ratios are to eager torch; G1, G3 and G4 are a head's plain products at the same number of tokens."""
+"""The policy loss of given log-probs, with its gradient and every metric.
+
+Time, operators, waits for the device, error against float64. Ratios are to eager torch; G1, G3 and
+G4 are a head's plain products at the same number of tokens.
+"""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -30,16 +33,16 @@ CONFIG = LossConfig(
     off_policy=OffPolicy(),
     rollout_is_threshold=2.0,
 )
-REPEATS = {"cpu": 20, "cuda": 50}  # calls that one sample of time is the mean of
+REPEATS = {"cpu": 20, "cuda": 50}  # calls in the mean of one sample of time
 
 
 @dataclass(frozen=True, eq=False)
 class LossCase:
-    """log_probs, entropy: [T] float32, what a head gives; tokens: half of the weights are 0."""
+    """The loss's inputs."""
 
-    log_probs: Tensor
-    entropy: Tensor
-    tokens: TokenBatch
+    log_probs: Tensor  # [T] float32, as from a head
+    entropy: Tensor  # [T] float32, as from a head
+    tokens: TokenBatch  # half of the weights are 0
 
 
 class LossAnswer(NamedTuple):
@@ -89,7 +92,7 @@ def compiled():
 
 
 def verl_vanilla():
-    """verl's own eager loss: policy term alone, averaged; it reports four metrics."""
+    """Return verl's own eager loss: only the policy term, averaged; it reports four metrics."""
     module = need("verl.trainer.ppo.core_algos")
     omegaconf = need("omegaconf")
     clip = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0}
@@ -114,7 +117,7 @@ PROVIDERS = (
 
 
 class Count(TorchDispatchMode):
-    """Operators that compute something, and reads of a value by the host: each makes it wait for a GPU."""
+    """Operators that compute something, and reads of a value by the host: its waits for a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +132,10 @@ class Count(TorchDispatchMode):
 
 
 def errors(case: LossCase, answer: LossAnswer) -> dict[str, float]:
-    """Against the eager loss in float64: loss relative, gradients as the norm of the difference over the norm."""
+    """Return errors against the eager loss in float64.
+
+    The loss's is relative, a gradient's is the norm of the difference over the norm.
+    """
     tensors = {name: value for name, value in vars(case.tokens).items() if value is not None}
     fields = {name: value.double() if value.is_floating_point() else value for name, value in tensors.items()}
     right = eager()(LossCase(case.log_probs.double(), case.entropy.double(), TokenBatch(**fields)))

@@ -1,9 +1,8 @@
-"""The schedule of one mini-batch: the seconds rank 0 needs for it, how full the micro-batches are, and how evenly the
-work is spread.
+"""The schedule of one mini-batch: rank 0's seconds, the fill of micro-batches, the balance of work.
 
-Lengths are log-normal, the cost of a sequence is that of Qwen2.5-32B, and the cap is that of its recipe: one sample of
-full length. The best possible fill follows from whole numbers alone: every rank has the same number of micro-batches,
-at least the samples' tokens / (ranks x cap), rounded up.
+Lengths are log-normal, the cost of a sequence is that of Qwen2.5-32B, and the cap is its recipe's:
+one sample of full length. The best possible fill follows only from whole numbers. Every rank has
+the same number of micro-batches, at least the samples' tokens / (ranks x cap), rounded up.
 """
 
 import argparse
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
-    """What is scheduled: the samples of one mini-batch on dp_size ranks, packed or as rectangles."""
+    """The samples of one mini-batch on dp_size ranks, packed or as rectangles."""
 
     num_samples: int
     dp_size: int
@@ -49,7 +48,7 @@ QUICK_FILLED = [Case(64, 2)]
 
 
 def samples_of(num_samples: int) -> list[TrainSample]:
-    """Return samples of which the lengths alone are read: log-normal, median 3.6 k tokens."""
+    """Return samples read only for their lengths: log-normal, median 3.6 k tokens."""
     lengths = np.clip(np.random.default_rng(0).lognormal(8.2, 0.9, num_samples), 64, LONGEST).astype(int)
     nothing, integers = np.zeros(LONGEST, dtype=np.float32), np.zeros(LONGEST, dtype=np.int64)
     return [
@@ -83,16 +82,18 @@ def measured(case: Case, rounds: int) -> dict:
     samples = samples_of(case.num_samples)
     seconds = []
     for _ in range(rounds):
-        gc.collect()  # of what the benchmark made: a collection that is due would fall into the time
+        # of the benchmark's own garbage: a collection due then would fall into the time
+        gc.collect()
         seconds.append(timed(CPU, lambda: plan_of(case, samples))[1])
     return {**case._asdict(), "rounds": rounds, "seconds": statistics.median(seconds)}
 
 
 def filled(case: Case) -> dict:
-    """Return the case with its numbers of micro-batches per rank, fills, and highest costs over the mean.
+    """Return the case with its micro-batches per rank, fills, and highest costs over the mean.
 
-    fewest: the smallest number that the tokens leave room for, whatever the schedule; best_fill: the fill with it.
-    microbatches_max_over_mean: on the rank where it is highest.
+    fewest: the smallest number with room for the tokens, under any schedule; best_fill: the fill
+    with it.
+    microbatches_max_over_mean: on the rank with the highest.
     """
     samples = samples_of(case.num_samples)
     costs = np.array([[sum(COST(s.length) for s in bin_) for bin_ in rank] for rank in plan_of(case, samples)])

@@ -1,11 +1,12 @@
-"""How near a plan of time comes to runs of the demo: the plan is told what one run measured, and then foretells others.
+"""A plan of time beside runs of the demo: it is told one run's measurements, and foretells others.
 
 python -m benchmarks.bench_plan [--quick] [--runs FOLDER] [--json FILE]
 
-Lengths and acceptance are inputs of a plan, so each run's own are given. What is foretold are the seconds of a step: by
-the run's own speeds (whether the parts are put together rightly), and by those of the demo as it is. Before that the
-demo's server answers batches of requests: what it takes for a token, for a request and for both. The plans of this run
-take these figures; at its end they are printed as `megatron_dapo/checks/hardware.py` is to have them.
+Lengths and acceptance are inputs of a plan, so each run's own are given. The seconds of a step are
+foretold by the run's own speeds (are the parts put together rightly?), and by the unchanged demo's.
+Before that the demo's server answers batches of requests, for its time per token, per request and
+for both. The plans of this run take these figures; at its end they are printed in the form of
+`megatron_dapo/checks/hardware.py`.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from megatron_dapo.config.derived import replaces_groups
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.storage.run_folder import RunFolder
 
-# The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would share the two cores.
+# The first one is the demo as it is. All of max_staleness 0: with more, trainer and server would
+# share the two cores.
 VARIANTS = {
     "the demo": [],
     "twice the groups": ["data.train_batch_size=32", "data.gen_batch_size=32"],
@@ -42,7 +44,7 @@ SERVER_ROUNDS = 9
 
 
 def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
-    """Run a variant of the demo, unless its folder holds a run that came to its end; return what it measured."""
+    """Run a variant of the demo, unless its folder holds a finished run; return its figures."""
     folder = runs / name.replace(" ", "_")
     if not RunFolder(folder).model.exists():
         shorter = [f"trainer.run_dir={folder}", f"trainer.total_training_steps={num_steps}"]
@@ -52,7 +54,7 @@ def finished_run(name: str, runs: Path, num_steps: int) -> MeasuredRun:
 
 
 def hardware_of(fit: Mapping[str, float]) -> Hardware:
-    """Return the plan's CPU, with the own work of a server that was measured (`server_seconds.fitted`)."""
+    """Return the plan's CPU, with the measured own work of a server (`server_seconds.fitted`)."""
     return replace(
         hardware_named("cpu"),
         host_token_s=fit["token_s"],
@@ -62,7 +64,7 @@ def hardware_of(fit: Mapping[str, float]) -> Hardware:
 
 
 def factors(run: MeasuredRun, hardware: Hardware) -> Factors:
-    """Return how much slower the run was than its estimate."""
+    """Return the factors of the run's slowness beside its estimate."""
     return run.factors(read_model_spec(run.config.actor_rollout_ref.model.path), hardware, Efficiency())
 
 

@@ -1,5 +1,7 @@
-"""How many responses a second each kind of reward scores, all on the same responses in one run: reward functions of
-each form, the tests of programs in their sandbox, a reward model and a judge that real SGLang servers serve.
+"""Responses scored a second by each kind of reward, all on the same responses in one run.
+
+The kinds are reward functions of each form, and the tests of programs in their sandbox. A reward
+model and a judge run on real SGLang servers.
 
 python -m benchmarks.bench_rewards [--quick] [--responses N] [--json FILE]
 """
@@ -47,14 +49,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Served:
-    """What names the servers in a config, by whom they are asked."""
+    """The config's overrides with the servers' names, by their askers."""
 
     model: tuple[str, ...]
     judge: tuple[str, ...]
 
 
 def responses(number: int) -> list[str]:
-    """Return so many responses, all different: right programs, and every fourth a wrong one."""
+    """Return `number` different responses: right programs, and every fourth a wrong one."""
     texts = []
     for place in range(number):
         program = "print(6)" if place % 4 == 3 else "print(sum(map(int, input().split())))"
@@ -76,7 +78,10 @@ def cases(served: Served) -> list[Case]:
 
 
 async def scored(config: Config, texts: Sequence[str]) -> tuple[list[RewardResult], float]:
-    """Return the verdicts on all responses, asked for at once, and seconds, without those of the start."""
+    """Return the verdicts on all responses, asked for at once, and their seconds.
+
+    The seconds of the start do not count.
+    """
     reward = config.reward
     pool = RewardPool(reward.function, {}, NUM_WORKERS, 60.0, 4096)
     scorers = make_scorers(config)
@@ -104,7 +109,7 @@ async def scored(config: Config, texts: Sequence[str]) -> tuple[list[RewardResul
 
 
 def measured(folder: Path, served: Served, number: int) -> list[dict]:
-    """Return a row per kind of reward; each scores at least `number` responses, the slow ones fewer."""
+    """Return a row per kind of reward; each scores `number` responses, the slow ones fewer."""
     rows: list[dict] = []
     for case in cases(served):
         is_slow = case.name.startswith(("code_tests", "judge"))
@@ -127,7 +132,7 @@ def measured(folder: Path, served: Served, number: int) -> list[dict]:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Served]:
-    """Serve a tiny reward model and a tiny judge, and yield the keys that name them."""
+    """Serve a tiny reward model and a tiny judge, and yield the keys with their names."""
     judge = make_tiny(folder / "judge", "qwen2")
     (judge / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     model = make_tiny_classifier(folder / "model", "qwen2")

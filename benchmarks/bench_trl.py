@@ -1,9 +1,11 @@
-"""CPU seconds per sample of our trainer and of TRL's GRPOTrainer: the same model, prompts, samples per step, longest
-answers, loss and optimizer steps, one thread per process. Ours samples with an SGLang server, TRL with transformers'
-`generate` in the trainer's own process, both all answers of a step at once. Both learn the arithmetic demo's sums; the
-larger model is made up. Beside them stand the matrix products alone.
+"""CPU seconds per sample of our trainer and of TRL's GRPOTrainer, one thread per process.
 
-Beside what TRL needs of .venv, TRL goes into a folder of its own:
+Model, prompts, samples per step, longest answers, loss and optimizer steps are the same. Ours
+samples with an SGLang server, TRL with transformers' `generate` in the trainer's own process, both
+all answers of a step at once. Both learn the arithmetic demo's sums; the larger model is made up.
+Beside them stand the bare matrix products.
+
+Beside its needs met by .venv, TRL goes into a folder of its own:
 
     .venv/bin/python -m pip install --no-deps --target DIR -r benchmarks/requirements_trl.txt
     .venv/bin/python benchmarks/bench_trl.py --trl DIR
@@ -34,19 +36,19 @@ from megatron_dapo.common.child_environment import ONE_THREAD
 from megatron_dapo.telemetry.closing_table import read_metrics
 
 CLIP_LOW, CLIP_HIGH, LR = 0.2, 0.28, 2e-4
-NUM_LAST = 5  # steps over which the last reward is a mean
+NUM_LAST = 5  # steps in the mean of the last reward
 SCHEDULER, HTTP, CONTROLLER = "server's scheduler", "server's HTTP", "controller"
 SAMPLING, TRAINING, REST = "sampling", "training", "launcher"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its run. model: none = the demo's. warm_up: steps that come before those that are counted."""
+    """A model and its run."""
 
     name: str
-    model: ModelSize | None
+    model: ModelSize | None  # by default the demo's
     num_steps: int
-    warm_up: int
+    warm_up: int  # steps before the counted ones
     prompts_per_step: int
     max_response_length: int
     samples_per_prompt: int = 8
@@ -67,7 +69,10 @@ QUICK = (Case("demo, 0.6 M", None, 3, 1, 16, 40),)
 
 
 def our_overrides(case: Case, model: Path, folder: Path) -> list[str]:
-    """Return what makes the demo one rank that does what TRL does: no filter, no punishment, no check of a push."""
+    """Return the demo's overrides for TRL's work on one rank.
+
+    There is no filter, no punishment, no check of a push.
+    """
     actor = "actor_rollout_ref.actor"
     return [
         f"actor_rollout_ref.model.path={model}",
@@ -92,19 +97,20 @@ def our_overrides(case: Case, model: Path, folder: Path) -> list[str]:
 
 
 def part_of_ours(command: Sequence[str], parent: str | None) -> str:
-    """Return what a process of a run does, by its command line; what none has named does what its parent does."""
+    """Return the part of a process in a run, by its command line; by default its parent's part."""
     line = " ".join(command)
     if "sglang::scheduler" in line:
         return SCHEDULER
     if "keyed_sglang" in line or "sglang::" in line:
         return HTTP
-    if parent in (TRAINING, CONTROLLER):  # the controller is a child of rank 0, and has the reward workers
+    # the controller is a child of rank 0, and has the reward workers
+    if parent in (TRAINING, CONTROLLER):
         return CONTROLLER
     return TRAINING if "-m megatron_dapo train" in line else parent or REST
 
 
 def ours(case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[dict]]:
-    """Return what the steps after the warm-up used, and the metrics of all steps."""
+    """Return the use by the steps after the warm-up, and the metrics of all steps."""
 
     def steps() -> list[dict]:
         file = folder / "metrics.jsonl"
@@ -118,7 +124,7 @@ def ours(case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading,
 
 
 def trl(packages: Path, case: Case, model: Path, prompts: Path, folder: Path) -> tuple[Reading, list[dict]]:
-    """Return what the steps after the warm-up used, and the row of each step."""
+    """Return the use by the steps after the warm-up, and the row of each step."""
     rows = folder / "rows.jsonl"
     folder.mkdir()
 
@@ -140,7 +146,7 @@ def trl(packages: Path, case: Case, model: Path, prompts: Path, folder: Path) ->
 
 
 def model_of(case: Case, folder: Path) -> Path:
-    """Return the folder of the case's model: the demo's, or a made-up one with the demo's tokenizer."""
+    """Return the folder of the case's model: the demo's, or a made-up one with its tokenizer."""
     if case.model is None:
         return BASE
     write_model(folder, case.model, torch.float32, shard_bytes=2**30)
@@ -163,7 +169,7 @@ def row_of(case: Case, name: str, used: Reading, steps: Sequence[dict]) -> dict:
 
 
 def floor_row(case: Case, model: Path, response_length: float) -> dict:
-    """Return what the matrix products of a step cost alone, with responses of this mean length."""
+    """Return the cost of only a step's matrix products, with responses of this mean length."""
     tokens = (PROMPT_LENGTH + response_length) * case.samples_per_step / case.mini_batches
     step = Step(case.samples_per_step, PROMPT_LENGTH, response_length, round(tokens))
     milliseconds = {part: 1e3 * seconds for part, seconds in floor(Products.of_model(model), step).items()}
@@ -173,8 +179,10 @@ def floor_row(case: Case, model: Path, response_length: float) -> dict:
 
 
 def measured(case: Case, packages: Path | None) -> list[dict]:
-    """Return a row per trainer, and one of the products alone. packages: the folder that TRL is in; none = ours
-    alone."""
+    """Return a row per trainer, and one of the bare products.
+
+    packages: the folder of TRL; without one only ours is measured.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as temporary:
         folder = Path(temporary)
@@ -191,7 +199,7 @@ def measured(case: Case, packages: Path | None) -> list[dict]:
 
 
 def table(rows: Sequence[dict]):
-    """One row per trainer and model, and one of their ratios."""
+    """Return a table with one row per trainer and model, and one of their ratios."""
     parts = (SCHEDULER, HTTP, CONTROLLER, *COLUMNS)
     names = ("CPU ms per sample", *parts, "seconds", "last reward")
     lines = plain_table("ours beside TRL's GRPOTrainer, one thread per process", names)

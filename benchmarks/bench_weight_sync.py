@@ -1,12 +1,17 @@
-"""A push of the weights to one server, beside raw broadcasts of the same tensors over the same kind of group (NCCL on
-GPUs, else gloo) to the same process: as a share of the raw broadcast's rate. On one GPU both processes share it, and
-talk over the loopback interface: that shows that it runs, and says nothing about its speed.
+"""A push of the weights to one server, beside raw broadcasts of the same tensors.
 
-raw, kept: into tensors that the receiver has already; raw, fresh: into tensors that it allocates, as SGLang does; raw,
-loaded: so, and each is then copied into one that is kept, as a model's. One request asks for all of them. The stand-in
-keeps what a push brings and loads nothing; a real server (--server) copies it into its model, and its raw broadcasts go
-to a process of their own. "between buckets" is the part of a push in which the stand-in receives nothing: it answers a
-request and takes up the next one, which it has already.
+The push is a share of the raw broadcast's rate, over the same kind of group (NCCL on GPUs, else
+gloo), to the same process. On one GPU both processes share it, and talk over the loopback
+interface: that shows that it runs, and says nothing about its speed.
+
+raw, kept: into the receiver's present tensors. raw, fresh: into tensors allocated for it, as SGLang
+does. raw, loaded: the same, and each is then copied into a kept one, as a model's. One request asks
+for all of them.
+
+The stand-in keeps a push's tensors and loads nothing. A real server (--server) copies them into its
+model, and its raw broadcasts go to a process of their own. "between buckets" is the part of a push
+without anything received by the stand-in. Meanwhile it answers a request and takes up the next one,
+which it has already.
 """
 
 import argparse
@@ -47,7 +52,7 @@ from tests.helpers import be_rank_of_another_host, free_port
 from tests.tiny_models import make_tiny
 
 LIMIT_S = 120.0
-BUCKET_SIZES_MB = (64, 8)  # the largest on a CPU, and one at which requests weigh more
+BUCKET_SIZES_MB = (64, 8)  # the largest on a CPU, and a size at which requests weigh more
 RAW = ("kept", "fresh", "loaded")
 SERVED_SIZES = (
     {"layers": 8, "hidden": 768, "heads": 12, "kv_heads": 6},
@@ -61,7 +66,7 @@ SIZES = {
 
 
 class RawReceiver(weight_sync_server.FakeServer):
-    """The stand-in server, which also takes broadcasts without any more requests than one."""
+    """The stand-in server, also for broadcasts of many tensors with one request."""
 
     def __init__(self, faults: dict) -> None:
         super().__init__(faults)
@@ -83,7 +88,7 @@ class RawReceiver(weight_sync_server.FakeServer):
         self._last_end = time.perf_counter()
 
     def between_buckets(self) -> dict[str, float]:
-        """Return the seconds of the last push in which nothing was received."""
+        """Return the seconds of the last push without anything received."""
         return {"seconds": self._between_s}
 
     def end_weight_update(self, body: dict) -> None:
@@ -91,7 +96,10 @@ class RawReceiver(weight_sync_server.FakeServer):
         self.open = False
 
     def receive_raw(self, body: dict) -> None:
-        """body: group_name, shapes and dtypes of what is sent; into: one of RAW."""
+        """Receive broadcasts.
+
+        body: group_name; shapes and dtypes of the tensors; into: a word of RAW.
+        """
         described = list(zip(body["shapes"], (getattr(torch, name) for name in body["dtypes"]), strict=True))
         if not self.kept:
             self.kept = [torch.zeros(shape, dtype=dtype, device=device()) for shape, dtype in described]
@@ -128,7 +136,7 @@ def receive(port: int) -> None:
 
 @contextmanager
 def stand_in() -> Iterator[str]:
-    """The URL of a stand-in server in a process of its own."""
+    """Yield the URL of a stand-in server in a process of its own."""
     port = free_port()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(port,), daemon=True)
     process.start()
@@ -147,7 +155,7 @@ async def _wait(url: str) -> None:
 
 
 class Weights:
-    """A source that has all its tensors whole, as a trainer of one rank."""
+    """A source with all its tensors whole, as a trainer of one rank."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -160,7 +168,7 @@ class Weights:
 
 
 class Raw:
-    """A group with a stand-in server, over which what a push would send is sent as it lies in memory."""
+    """A group with a stand-in server; a push's tensors are sent over it as they lie in memory."""
 
     def __init__(self, url: str, weights: Weights, bucket_size_mb: int) -> None:
         self._url = url
@@ -182,7 +190,7 @@ class Raw:
         self._group.ready.result(LIMIT_S)
 
     def send(self, into: str) -> dict[str, float]:
-        """Broadcast everything; return the seconds until the receiver says that it has it."""
+        """Broadcast everything; return the seconds until the receiver confirms it."""
         fields = {
             "group_name": self._group.name,
             "shapes": [list(tensor.shape) for tensor in self._payload],
@@ -201,7 +209,7 @@ class Raw:
 
 
 class Pushes:
-    """Pushes of one version after the other. key: of a real server; None = the stand-in."""
+    """Pushes of one version after the other. key: of a real server; None for the stand-in."""
 
     def __init__(
         self, url: str, key: str | None, weights: Weights, layout: ParallelLayout, bucket_size_mb: int
@@ -239,7 +247,10 @@ def measured(
     rounds: int,
     server: ServerSupervisor | None,
 ) -> dict:
-    """Raw broadcasts and pushes in turns, to one process; with a real server the raw ones to a stand-in."""
+    """Return the times of raw broadcasts and pushes in turns, to one process.
+
+    With a real server the raw ones go to a stand-in.
+    """
     with stand_in() as url:
         raw = Raw(url, weights, bucket_size_mb)
         key = None if server is None else read_server_key(server.key_file)
@@ -259,7 +270,10 @@ def measured(
 def summary(
     name: str, num_bytes: int, num_buckets: int, rounds: int, samples: dict[str, list[dict[str, float]]]
 ) -> dict:
-    """Medians, and the rate of a push over a raw broadcast's in the same round: 1 where a push takes no longer."""
+    """Return medians, and the ratio of a push's rate to a raw broadcast's in the same round.
+
+    A push without more time has the ratio 1.
+    """
     phases = samples["push"][0]
     return {
         "receiver": name,
@@ -287,7 +301,7 @@ def show(result: dict) -> None:
 
 @contextmanager
 def real_server(folder: Path, size: dict[str, int]) -> Iterator[tuple[ServerSupervisor, Path]]:
-    """A running SGLang server and its model's folder."""
+    """Yield a running SGLang server and its model's folder."""
     model = make_tiny(folder / "model", "llama", **size)
     settings = [
         f"actor_rollout_ref.model.path={model}",

@@ -1,4 +1,4 @@
-"""What all benchmarks have in common from the command line to the report."""
+"""The common part of all benchmarks, from the command line to the report."""
 
 import argparse
 import sys
@@ -20,7 +20,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def parse(
     description: str, providers: Sequence[Provider], arguments: Sequence[str] | None, cpu_shapes: Sequence[str]
 ) -> argparse.Namespace:
-    """The options, with `device`, `dtype` and `shapes` resolved. cpu_shapes: a CPU's default."""
+    """Return the options, with `device`, `dtype` and `shapes` resolved.
+
+    cpu_shapes: a CPU's default.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         epilog="providers: " + ", ".join(p.name for p in providers) + "  |  shapes: " + ", ".join(SHAPES),
@@ -48,8 +51,11 @@ def parse(
 
 
 def _of_shape(options: argparse.Namespace, shape: Shape, chosen: dict, skipped: list[dict]) -> tuple:
-    """(options, providers) for one shape, with `rounds` set. On a CPU a large one is measured once unless --rounds says
-    otherwise, and without those that cannot give the entropy unless --providers names them."""
+    """Return (options, providers) for one shape, with `rounds` set.
+
+    On a CPU a large one is measured once, unless --rounds says otherwise. It leaves out providers
+    without the entropy, unless --providers names them.
+    """
     long = options.device.type == "cpu" and shape.product_flops > LONG_ON_CPU
     default = 10 if options.device.type == "cuda" else 1 if long else 3
     if long and not options.providers and not options.no_entropy:
@@ -66,7 +72,7 @@ def run(
     measure: Callable[[argparse.Namespace, Shape, dict], ShapeResult],
     unit: str = "ms",
 ) -> dict:
-    """Measures every shape, prints its table when it is done, and writes and returns the JSON."""
+    """Measure every shape, print its table when it is done, and write and return the JSON."""
     chosen, skipped = select(providers, options.providers, options.device, options.quick)
     results = []
     for shape in options.shapes:
@@ -80,7 +86,10 @@ def run(
 
 
 def attempt(provider: Provider, work: Callable[[], object]) -> str | None:
-    """Runs the work. An error in somebody else's implementation is a result: returned in a few words, None if none."""
+    """Run the work; return an error of a foreign implementation in a few words, None without one.
+
+    Such an error is a result.
+    """
     try:
         work()
     except torch.OutOfMemoryError:
@@ -102,7 +111,10 @@ def collect(
     yardstick: Callable[[], Seconds],
     relative_to: Sequence[str] = (),
 ) -> ShapeResult:
-    """Times the samplers in turns with the yardstick; fills in times and ratios of the rows, to other rows too."""
+    """Time the samplers in turns with the yardstick; fill in the rows' times and ratios.
+
+    Ratios are to other rows, too.
+    """
     samples = in_turns({"yardstick": yardstick, **samplers}, options.rounds, warm_up=1 if options.quick else 0)
     yard = samples.pop("yardstick")
     for name, taken in samples.items():

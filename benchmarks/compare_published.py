@@ -1,4 +1,4 @@
-"""Published runs of other programs beside what a plan of time says of them: the table of docs/plan.md.
+"""Published runs of other programs beside a plan's time for them: the table of docs/plan.md.
 
 python -m benchmarks.compare_published
 """
@@ -13,8 +13,10 @@ from megatron_dapo.commands.plan.published import RUNS, planned
 
 
 def comparison() -> Iterator[tuple[str, str, float, float]]:
-    """Yield (run, part, published seconds, estimated seconds). The part by which a run's lengths were chosen is no
-    check, and left out."""
+    """Yield (run, part, published seconds, estimated seconds).
+
+    A part that served to choose the run's lengths is no check, and left out.
+    """
     for run in RUNS:
         estimate = planned(run)
         for part, seconds in run.published.items():

@@ -15,18 +15,18 @@ POLL_INTERVAL_S = 0.1
 
 @dataclass(frozen=True)
 class Reading:
-    """What was used when a number of steps was first seen done. cpu_s: user and system, by the processes' part."""
+    """The use at the first sight of a number of finished steps."""
 
     num_steps: int
     seconds: float
-    cpu_s: dict[str, float]
+    cpu_s: dict[str, float]  # user and system, by the processes' part
 
 
 @dataclass
 class ProcessTree:
-    """Processes below one, with what those that have ended had used when last looked at.
+    """Processes below one, with the last seen use of the ended ones.
 
-    part_of: names the part of a program that a process is, by its command line and the part of its parent.
+    part_of: names a process's part of a program, by its command line and the part of its parent.
     """
 
     root: psutil.Process
@@ -37,9 +37,10 @@ class ProcessTree:
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds of each part until now."""
         with suppress(psutil.NoSuchProcess):
-            for process in (self.root, *self.root.children(recursive=True)):  # parents before their children
+            # parents before their children
+            for process in (self.root, *self.root.children(recursive=True)):
                 self._look_at(process)
-        for process in self._parts:  # those whose parent has ended are nobody's children
+        for process in self._parts:  # after the end of their parent they are nobody's children
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
                 self._cpu_s[process] = times.user + times.system
@@ -49,7 +50,10 @@ class ProcessTree:
         return dict(used)
 
     def _look_at(self, process: psutil.Process) -> None:
-        """Name the part of a process, anew each time: between fork and exec it has its parent's command line."""
+        """Name the part of a process, anew each time.
+
+        Between fork and exec it has its parent's command line.
+        """
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
             self._parts[process] = self.part_of(process.cmdline(), self._parts.get(process.parent()))
 
@@ -60,8 +64,10 @@ def watched(
     num_steps: Callable[[], int],
     part_of: Callable[[Sequence[str], str | None], str],
 ) -> list[Reading]:
-    """Run a command; return a reading for each number of steps, and one from after its end. Raise CalledProcessError
-    where it fails; what it prints goes to standard error."""
+    """Run a command; return a reading for each number of steps, and one from after its end.
+
+    Its output goes to standard error. Raises CalledProcessError if it fails.
+    """
     start = time.monotonic()
     process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
     tree = ProcessTree(psutil.Process(process.pid), part_of)
@@ -80,7 +86,7 @@ def watched(
 
 
 def between(readings: Sequence[Reading], first: int, last: int) -> Reading:
-    """Return what was used from the moment when step `first` was done to that when step `last` was."""
+    """Return the use from the end of step `first` to the end of step `last`."""
     begin, end = (
         min((reading for reading in readings if reading.num_steps >= number), key=lambda reading: reading.seconds)
         for number in (first, last)

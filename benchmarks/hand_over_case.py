@@ -1,8 +1,8 @@
 """One measurement of the hand-over, run as a file.
 
-The program's own parts do the work: the client reads a server's answers, the trainer's handle asks a controller in a
-child process, `StepDistributor` hands the step to the ranks, the checkpoint's code writes the state. Only the servers
-are missing: their answers are made up.
+The program's own parts do the work. The client reads a server's answers, and the trainer's handle
+asks a controller in a child process. `StepDistributor` hands the step to the ranks, and the
+checkpoint's code writes the state. Only the servers are missing: their answers are made up.
 """
 
 import gc
@@ -38,7 +38,7 @@ OBJECTS_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class HandOver:
-    """num_samples responses of num_tokens tokens each; how often they are handed over."""
+    """A hand-over of num_samples responses of num_tokens tokens each, `rounds` times."""
 
     num_samples: int
     num_tokens: int
@@ -46,7 +46,7 @@ class HandOver:
 
 
 class Answers:
-    """A stand-in for the controller: it holds groups made of servers' answers, with the program's own code."""
+    """A stand-in for the controller: the program's own code makes groups of servers' answers."""
 
     def __init__(self, case: HandOver, config: object) -> None:
         import asyncio
@@ -62,11 +62,11 @@ class Answers:
         """Do nothing: nothing is open."""
 
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Build the groups; return what they cost."""
+        """Build the groups; return their cost."""
         from megatron_dapo.data.samples import Group, Prompt
 
         bodies = [self._body(random.Random(seed)) for seed in range(NUM_DISTINCT)]
-        self._sample("", bodies[0], (1,))  # what is imported the first time
+        self._sample("", bodies[0], (1,))  # for imports on first use
         gc.collect()
         before = psutil.Process().memory_info().rss
         start = time.process_time()
@@ -166,7 +166,7 @@ def _rank(rank: int, port: int, folder: Path, case: HandOver) -> None:
 
 
 class _Leader:
-    """What rank 0 has beside the others: the controller."""
+    """The own part of rank 0: the controller."""
 
     def __init__(self, case: HandOver, config: object, folder: Path) -> None:
         from megatron_dapo.rollout.handle import RolloutHandle
@@ -175,7 +175,7 @@ class _Leader:
         log_file = folder / "controller.log"
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        # a daemon: a rank that fails would wait for it
+        # a daemon: a failing rank would wait for it
         process = context.Process(target=_controller, args=(case, config, there, str(log_file)), daemon=True)
         process.start()
         there.close()
@@ -212,8 +212,12 @@ class _Leader:
 
 
 def _round(layout: object, distributor: object, leader: _Leader | None) -> dict[str, float]:
-    """Hand the step over; return seconds: from the controller to rank 0, from there to micro-batches on all ranks, of
-    that rank 0's cutting and the slowest rank's collating; CPU seconds of all ranks and the controller."""
+    """Hand the step over; return seconds.
+
+    They go from the controller to rank 0, and from there to micro-batches on all ranks. Of the
+    latter rank 0's cutting and the slowest rank's collating are given, too. CPU seconds are of all
+    ranks and the controller.
+    """
     groups = None
     began = time.process_time() + (leader.controllers_cpu_s() if leader else 0.0)
     to_rank_0 = 0.0

@@ -1,4 +1,4 @@
-"""What a head is measured on: hidden states, a weight, targets, and the DAPO loss; and the float64 answer."""
+"""The inputs of a measured head: hidden states, weight, targets, DAPO loss; float64 answers."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,16 +17,13 @@ TOKENS_PER_SEQUENCE = 64  # advantages are constant within a sequence, as GRPO's
 
 @dataclass(frozen=True, eq=False)
 class HeadCase:
-    """hidden_TH, weight_VH: leaves with gradient; weight_VH.main_grad: [V, H], where Megatron collects the gradient.
+    """The inputs of a head."""
 
-    tokens: every token counts, weight 1. loss: clip-higher with an entropy bonus if `with_entropy`.
-    """
-
-    hidden_TH: Tensor
-    weight_VH: torch.nn.Parameter
+    hidden_TH: Tensor  # a leaf with gradient
+    weight_VH: torch.nn.Parameter  # a leaf; main_grad: [V, H], Megatron's place for the gradient
     targets_T: Tensor
-    tokens: TokenBatch
-    loss: LossConfig
+    tokens: TokenBatch  # every token counts, weight 1
+    loss: LossConfig  # clip-higher with an entropy bonus if `with_entropy`
 
     @property
     def device(self) -> torch.device:
@@ -37,7 +34,7 @@ class HeadCase:
         return self.loss.report_entropy
 
     def without_entropy(self) -> "HeadCase":
-        """The same for a head that cannot give the entropy."""
+        """Return the same for a head without the entropy."""
         return replace(self, loss=replace(self.loss, report_entropy=False, entropy_coef=0.0))
 
     def clear_gradients(self) -> None:
@@ -46,22 +43,25 @@ class HeadCase:
         self.weight_VH.grad_added_to_main_grad = False
 
     def collect_weight_gradient(self) -> None:
-        """As Megatron's DDP does when a gradient is ready: into main_grad, unless the layer has done it."""
+        """Add a ready gradient to main_grad unless the layer did, as Megatron's DDP."""
         if not self.weight_VH.grad_added_to_main_grad:
             self.weight_VH.main_grad.add_(self.weight_VH.grad)
         self.weight_VH.grad = None
 
 
 class HeadAnswer(NamedTuple):
-    """Of a forward pass. loss: to be sent backward; None for a pass without gradient. entropy: None if not computed."""
+    """The answer of a forward pass."""
 
-    loss: Tensor | None
+    loss: Tensor | None  # to be sent backward; None for a pass without gradient
     log_probs: Tensor | None
-    entropy: Tensor | None = None
+    entropy: Tensor | None = None  # None if not computed
 
 
 def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, *, with_entropy: bool, seed: int = 0) -> HeadCase:
-    """Logits of standard deviation 2; old log-probs 0.1 away from the current ones, so that some ratios are clipped."""
+    """Return a case with logits of standard deviation 2.
+
+    Old log-probs are 0.1 away from the current ones, so that some ratios are clipped.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     num_tokens = shape.num_tokens
 
@@ -89,7 +89,7 @@ def make_case(shape: Shape, device: torch.device, dtype: torch.dtype, *, with_en
 
 @torch.no_grad()
 def plain_log_probs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, rows: int = 1024) -> Tensor:
-    """[T] float32, a few rows of logits at a time."""
+    """Return [T] float32, a few rows of logits at a time."""
     parts = zip(hidden_TH.split(rows), targets_T.split(rows), strict=True)
     return torch.cat(
         [-torch.nn.functional.cross_entropy((h @ weight_VH.t()).float(), t, reduction="none") for h, t in parts]
@@ -97,13 +97,13 @@ def plain_log_probs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, row
 
 
 def loss_of(case: HeadCase, log_probs: Tensor, entropy: Tensor | None) -> HeadAnswer:
-    """The answer of a head that gives log-probs and leaves the loss to others."""
+    """Return the answer of a head that gives log-probs and leaves the loss to others."""
     outputs = TokenOutputs(log_probs.float(), None if entropy is None else entropy.float())
     return HeadAnswer(dapo_loss(outputs, case.tokens, case.loss).loss_sum, log_probs.detach(), entropy)
 
 
 class Exact(NamedTuple):
-    """In float64, of the case's own numbers."""
+    """The answer in float64, of the case's own numbers."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -112,7 +112,10 @@ class Exact(NamedTuple):
 
 
 def exact(case: HeadCase) -> Exact:
-    """Log-softmax, entropy, loss and gradients in float64. Holds several [T, V] tensors: for few tokens."""
+    """Return log-softmax, entropy, loss and gradients in float64.
+
+    Holds several [T, V] tensors: for few tokens.
+    """
     hidden, weight = (t.detach().double().requires_grad_() for t in (case.hidden_TH, case.weight_VH))
     log_p = torch.log_softmax(hidden @ weight.t(), -1)
     log_probs = log_p.gather(1, case.targets_T[:, None])[:, 0]
@@ -123,7 +126,10 @@ def exact(case: HeadCase) -> Exact:
 
 
 def errors(case: HeadCase, answer: HeadAnswer, reference: Exact) -> dict[str, float]:
-    """Largest and mean error of log-prob and entropy; gradients as the norm of the difference over the norm."""
+    """Return the largest and mean error of log-prob and entropy, and errors of the gradients.
+
+    A gradient's error is the norm of the difference over the norm.
+    """
     errors_by_name: dict[str, float] = {}
     for name, ours in (("log_prob", answer.log_probs), ("entropy", answer.entropy)):
         if ours is not None:

@@ -1,4 +1,4 @@
-"""Heads: from hidden states and a weight to log-probs, entropies and a loss, the same for all (head_case)."""
+"""Heads: from hidden states and a weight to log-probs, entropies and the same loss (head_case)."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def plan_of(case: HeadCase) -> RowPlan:
 
 
 def fused():
-    """The fused head: loss and gradient in the forward pass, logits computed once."""
+    """Return the fused head: loss and gradient in the forward pass, logits computed once."""
 
     def head(case: HeadCase) -> HeadAnswer:
         answer = fused_dapo_head(
@@ -31,7 +31,10 @@ def fused():
 
 
 def composable():
-    """The composable head: log-prob and entropy with autograd, logits computed again in the backward pass."""
+    """Return the composable head: log-prob and entropy with autograd.
+
+    Logits are computed again in the backward pass.
+    """
 
     def head(case: HeadCase) -> HeadAnswer:
         log_probs, entropy = linear_logprob_entropy(
@@ -47,7 +50,7 @@ def composable():
 
 
 def forward_only():
-    """The forward-only head: what old and reference log-probs cost, chunk by chunk."""
+    """Return the forward-only head: the cost of old and reference log-probs, chunk by chunk."""
 
     def head(case: HeadCase) -> HeadAnswer:
         hidden, plan = case.hidden_TH.detach(), plan_of(case)
@@ -58,7 +61,7 @@ def forward_only():
 
 
 def log_softmax_entropy(hidden_TH, weight_VH, targets_T, with_entropy):
-    """What is written where nobody thought of memory."""
+    """Return log-probs and entropy in the usual way, without a thought of memory."""
     log_p = torch.log_softmax((hidden_TH @ weight_VH.t()).float(), -1)
     log_probs = log_p.gather(1, targets_T[:, None])[:, 0]
     return log_probs, -(log_p.exp() * log_p).sum(-1) if with_entropy else None
@@ -76,7 +79,10 @@ def compiled():
 
 
 def liger_grpo():
-    """Liger's chunked linear GRPO loss: its own loss (DAPO's mean), one sequence per chunk, no entropy."""
+    """Return Liger's chunked linear GRPO loss.
+
+    Its own loss is DAPO's mean; it takes one sequence per chunk, and has no entropy.
+    """
     module = need("liger_kernel.chunked_loss")
 
     def head(case: HeadCase) -> HeadAnswer:
@@ -112,7 +118,7 @@ def cut_cross_entropy():
     module = need("cut_cross_entropy")
 
     def head(case: HeadCase) -> HeadAnswer:
-        # without its gradient filter, which leaves out what is small
+        # without its gradient filter, which leaves out small values
         implementation = "cce_exact" if case.device.type == "cuda" else "torch_compile"
         nll = module.linear_cross_entropy(
             case.hidden_TH, case.weight_VH, case.targets_T, reduction="none", impl=implementation
@@ -123,7 +129,7 @@ def cut_cross_entropy():
 
 
 def megatron(fused: bool):
-    """Megatron-core's cross entropy over the logits of its output layer."""
+    """Return Megatron-core's cross entropy over the logits of its output layer."""
     group = one_rank_group()
     if fused:
         module = need("megatron.core.fusions.fused_cross_entropy")

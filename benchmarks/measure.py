@@ -1,8 +1,11 @@
-"""Times that can be compared on a machine whose speed changes: taken in turns, and read as ratios to plain products.
+"""Times comparable on a machine of changing speed: taken in turns, as ratios to plain products.
 
-The yardstick of a head is what its matrix products cost when nothing else is done, in the same process, at the same
-shape, between the same two runs of everything else: G1 (logits), G3 (logits, gradient of hidden, gradient of weight:
-the least a training pass needs), G4 (the same with logits computed twice).
+The yardstick of a head is the bare cost of its matrix products. It is taken in the same process, at
+the same shape, between the same two runs of everything else.
+
+- G1: logits.
+- G3: logits, gradient of hidden, gradient of weight: the least of a training pass.
+- G4: the same with logits computed twice.
 """
 
 import statistics
@@ -16,15 +19,18 @@ Seconds = dict[str, float]  # phase -> seconds
 
 
 def clock(device: torch.device) -> str:
-    """What `timed` reads. One thread alone is timed by the processor time it used: others on the machine, who make it
-    wait, do not count. Of several threads that would be the sum."""
+    """Return the name of the clock of `timed`.
+
+    A single thread is timed by its processor time: others on the machine, who make it wait, do not
+    count. Of several threads that would be the sum.
+    """
     if device.type == "cuda":
         return "cuda events"
     return "processor" if torch.get_num_threads() == 1 else "wall"
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> tuple[object, float]:
-    """(result, seconds) by the `clock` of the device."""
+    """Return (result, seconds) by the `clock` of the device."""
     if device.type != "cuda":
         now = time.process_time if clock(device) == "processor" else time.perf_counter
         start = now()
@@ -39,7 +45,7 @@ def timed(device: torch.device, work: Callable[[], object]) -> tuple[object, flo
 
 
 def in_turns(samplers: Mapping[str, Callable[[], Seconds]], rounds: int, warm_up: int) -> dict[str, list[Seconds]]:
-    """Every sampler once per round, for `rounds` rounds after `warm_up` that do not count."""
+    """Return the samples of every sampler, one per round, after `warm_up` uncounted rounds."""
     samples: dict[str, list[Seconds]] = {name: [] for name in samplers}
     for number in range(warm_up + rounds):
         for name, sampler in samplers.items():
@@ -54,13 +60,13 @@ def median_of(samples: list[Seconds], phase: str) -> float:
 
 
 def ratio_of(samples: list[Seconds], phase: str, yardstick: list[Seconds], yard_phase: str) -> float:
-    """Median over rounds of the ratio within a round: a machine that slows down slows both."""
+    """Return the median over rounds of the ratio within a round: a slower machine slows both."""
     pairs = zip(samples, yardstick, strict=True)
     return statistics.median(sample[phase] / yard[yard_phase] for sample, yard in pairs)
 
 
 def plain_products(hidden_TH: Tensor, weight_VH: Tensor) -> Callable[[], Seconds]:
-    """A sampler of G1, G3 and G4. Holds one [T, V] buffer while it runs."""
+    """Return a sampler of G1, G3 and G4. It holds one [T, V] buffer while it runs."""
     device = hidden_TH.device
     hidden, weight = hidden_TH.detach(), weight_VH.detach()
 

@@ -1,27 +1,31 @@
-"""The most memory that a piece of work holds at once, counted allocation by allocation."""
+"""The most memory held at once by a piece of work, counted allocation by allocation."""
 
 import os
 from collections.abc import Callable
 
 import torch
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells standard error when it starts and stops
+# torch's profiler tells standard error when it starts and stops
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """The largest sum of bytes that `work` holds at once, of what was allocated while it ran.
+    """Return the largest sum of bytes held at once by `work`, of its own allocations.
 
-    On a CPU every request to torch's allocator is counted, inside operators and compiled code too, with the number of
-    bytes that was asked for: the same work gives the same number each time. Not counted is what does not come from that
-    allocator: scratch memory of the matrix library. On a GPU: by how much torch.cuda.max_memory_allocated exceeds what
-    was allocated before; it rounds each request up to 512 bytes.
+    On a CPU every request to torch's allocator is counted, inside operators and compiled code too,
+    with its number of bytes: the same work gives the same number each time. Other memory is not
+    counted: the scratch memory of the matrix library.
+
+    On a GPU it is the excess of torch.cuda.max_memory_allocated over the bytes allocated before;
+    each request is rounded up to 512 bytes.
     """
     if torch.device(device).type == "cuda":
         return _cuda_peak(work)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        result = work()  # kept alive: what the work leaves behind counts as held
+        result = work()  # kept alive: the work's result counts as held
     del result
-    held: dict[int, int] = {}  # address -> bytes; what is freed without being in here was allocated before
+    # address -> bytes; memory freed without an entry was allocated before
+    held: dict[int, int] = {}
     now = peak = 0
     for address, num_bytes in _requests(profile):
         if num_bytes > 0:
@@ -34,7 +38,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device | str = "cpu") -
 
 
 def _requests(profile: torch.profiler.profile) -> list[tuple[int, int]]:
-    """(address, bytes; negative where freed) in the order of time."""
+    """Return (address, bytes; negative for a release) in the order of time."""
     waiting, events = list(profile.profiler.kineto_results.experimental_event_tree()), []
     while waiting:
         event = waiting.pop()

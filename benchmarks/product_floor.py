@@ -1,4 +1,7 @@
-"""The CPU seconds of a step's matrix products alone, in float32 on one thread: no trainer that has them is cheaper."""
+"""The CPU seconds of only a step's matrix products, in float32 on one thread.
+
+No trainer with these products is cheaper.
+"""
 
 import json
 import time
@@ -14,14 +17,14 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Products:
-    """The weights of a decoder's products, (outputs, inputs) each: those of all layers, and the head's."""
+    """The weights of a decoder's products, (outputs, inputs) each: all layers' and the head's."""
 
     layers: tuple[tuple[int, int], ...]
     head: tuple[int, int]
 
     @classmethod
     def of_model(cls, folder: Path) -> "Products":
-        """Return those of a dense Hugging Face checkpoint, merged as trainers and servers merge them."""
+        """Return those of a dense Hugging Face checkpoint, merged as by trainers and servers."""
         config = json.loads((folder / "config.json").read_text())
         hidden = config["hidden_size"]
         ffn = config["intermediate_size"]
@@ -35,12 +38,12 @@ class Products:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rollout step computes. Lengths are means per sample, in tokens; rows: of the products in training."""
+    """The sizes of a rollout step's computation."""
 
     num_samples: int
-    prompt_length: float
+    prompt_length: float  # mean per sample, in tokens, as is response_length
     response_length: float
-    rows: int
+    rows: int  # of the products in training
 
     @property
     def length(self) -> float:
@@ -50,8 +53,9 @@ class Step:
 def floor(products: Products, step: Step) -> dict[str, float]:
     """Return the CPU seconds per sample of the step's parts.
 
-    Sampling reads the prompts at once and writes all responses token by token, in one batch. Training scores all tokens
-    once, for the old log-probs, and goes forward and backward once. The head meets the responses alone.
+    Sampling reads the prompts at once and writes all responses token by token, in one batch.
+    Training scores all tokens once, for the old log-probs, and goes forward and backward once. The
+    head meets only the responses.
     """
     read = _seconds(_forward, products.layers, step.rows)
     write = _seconds(_forward, (*products.layers, products.head), step.num_samples)
@@ -66,7 +70,7 @@ def floor(products: Products, step: Step) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[torch.Tensor, torch.Tensor], object], shapes: tuple, num_rows: int) -> float:
-    """Return the CPU seconds per row of products with weights of these shapes: of each shape the fastest."""
+    """Return the CPU seconds per row of products with such weights, each shape's fastest."""
     by_shape = {}
     for outputs, inputs in set(shapes):
         weight = torch.randn(outputs, inputs)
@@ -77,7 +81,8 @@ def _seconds(work: Callable[[torch.Tensor, torch.Tensor], object], shapes: tuple
 
 
 def _timed(work: Callable[[torch.Tensor, torch.Tensor], object], rows: torch.Tensor, weight: torch.Tensor) -> float:
-    repeats = max(1, round(2e8 / (len(rows) * weight.numel())))  # so that the clock's ticks do not show
+    # so that the clock's ticks do not show
+    repeats = max(1, round(2e8 / (len(rows) * weight.numel())))
     start = time.process_time()
     for _ in range(repeats):
         work(rows, weight)
@@ -89,7 +94,7 @@ def _forward(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_and_backward(rows: torch.Tensor, weight: torch.Tensor) -> None:
-    """The product, and those with its gradient: the gradients of the rows and of the weight."""
+    """Compute the product and those of its gradient, for the rows and for the weight."""
     gradient = linear(rows, weight)  # any values of this shape
     gradient @ weight
     gradient.t() @ rows

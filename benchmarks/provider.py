@@ -10,32 +10,28 @@ import torch
 
 
 class UnavailableError(Exception):
-    """Why an implementation cannot be measured here."""
+    """The reason for an implementation's absence from the measurement."""
 
 
 @dataclass(frozen=True)
 class Provider:
-    """make() imports what is needed and returns the function to be measured; UnavailableError if it cannot.
-
-    entropy: whether it gives the entropy (with gradient). backward: whether it has a backward pass. slow_start:
-    compiles for seconds at each new shape, left out of --quick. ours: an error in it ends the benchmark; others' are
-    reported.
-    """
+    """An implementation to be measured, and its limits."""
 
     name: str
+    # imports its needs, returns the measured function; raises UnavailableError
     make: Callable[[], Callable]
-    entropy: bool = True
-    backward: bool = True
-    slow_start: bool = False
+    entropy: bool = True  # gives the entropy, with gradient
+    backward: bool = True  # has a backward pass
+    slow_start: bool = False  # compiles for seconds at each new shape, left out of --quick
     devices: tuple[str, ...] = ("cpu", "cuda")
-    ours: bool = False
+    ours: bool = False  # an error in it ends the benchmark; others' are reported
 
 
 def need(module: str) -> ModuleType:
-    """The module, or UnavailableError with the reason. A package that is installed but broken counts as unavailable."""
+    """Return the module. Raises UnavailableError with the reason, also for a broken package."""
     try:
         return importlib.import_module(module)
-    except Exception as error:  # others' packages fail in many ways when imported on a machine they do not know
+    except Exception as error:  # others' packages fail in many ways on machines they do not know
         first_line = (str(error).splitlines() or [""])[0]
         raise UnavailableError(f"cannot import {module}: {first_line[:80]}") from error
 
@@ -43,7 +39,10 @@ def need(module: str) -> ModuleType:
 def select(
     providers: Iterable[Provider], names: str | None, device: torch.device, quick: bool
 ) -> tuple[dict[str, tuple[Provider, Callable]], list[dict[str, str]]]:
-    """(name -> (provider, its function), [{provider, reason} of those left out]). names: comma-separated or None."""
+    """Return (name -> (provider, its function), [{provider, reason} of the others]).
+
+    names: comma-separated or None.
+    """
     providers = list(providers)
     wanted = names.split(",") if names else [p.name for p in providers if not (quick and p.slow_start)]
     if unknown := set(wanted) - {p.name for p in providers}:
@@ -62,7 +61,7 @@ def select(
 
 
 def one_rank_group():
-    """Megatron's tensor-parallel group of one process, made at the first call."""
+    """Return Megatron's tensor-parallel group of one process, made at the first call."""
     global _group
     if _group is None:
         try:

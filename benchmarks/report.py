@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table on the terminal, and JSON with date, hardware and versions."""
+"""The result of a benchmark: a table on the terminal, and JSON with date, hardware and versions."""
 
 import json
 import platform
@@ -24,7 +24,10 @@ PACKAGES = (
 
 @dataclass
 class Row:
-    """One implementation at one shape. None: it has no such number (no backward pass, no log-probs, out of memory)."""
+    """One implementation at one shape. None: no such number.
+
+    There is no backward pass, no log-prob, or not enough memory.
+    """
 
     provider: str
     entropy: bool
@@ -40,17 +43,17 @@ class Row:
 
 @dataclass
 class ShapeResult:
-    """All rows of one shape. yardsticks: name -> seconds (median)."""
+    """All rows of one shape."""
 
     shape: dict
     dtype: str
     rounds: int
-    yardsticks: dict[str, float]
+    yardsticks: dict[str, float]  # name -> seconds (median)
     rows: list[Row]
 
 
 def hardware(device: torch.device) -> dict[str, object]:
-    """What it ran on, without anything that names the machine."""
+    """Return a description of the hardware, without the machine's name."""
     description: dict[str, object] = {
         "device": device.type,
         "cpu": _cpu_model(),
@@ -87,7 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of this repository, with + where files have changed since; None outside of one."""
+    """Return the commit of this repository, with + after changes; None outside of one."""
     here = Path(__file__).parent
     commands = (["git", "rev-parse", "--short=12", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
     try:
@@ -103,7 +106,10 @@ def commit() -> str | None:
 def written(
     benchmark: str, device: torch.device, results: Sequence[dict], path: Path | None, **more: object
 ) -> dict[str, object]:
-    """A benchmark's results with where and when it ran, which a test reads; written to the path, if there is one."""
+    """Return a benchmark's results with their place and time, and write them to the path, if any.
+
+    A test reads them.
+    """
     content = {
         "schema": SCHEMA,
         "benchmark": benchmark,
@@ -122,7 +128,7 @@ def written(
 
 
 def plain_table(title: str, columns: Sequence[str]) -> Table:
-    """The first column on the left, the others on the right."""
+    """Return a table with the first column on the left, the others on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -130,7 +136,7 @@ def plain_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def show(benchmark: str, result: ShapeResult, unit: str = "ms") -> None:
-    """One line per row: times, ratios to the yardsticks, memory, errors; as wide as its content."""
+    """Print one line per row: times, ratios to the yardsticks, memory, errors; full width."""
     scale = {"s": 1, "ms": 1e3, "us": 1e6}[unit]
     shape = result.shape
     sizes = ", ".join(f"{key} {shape[name]}" for key, name in SIZES if name in shape)
@@ -171,7 +177,7 @@ SIZES = (("T", "num_tokens"), ("H", "hidden_size"), ("V", "vocab_size"))
 
 
 def _keys(rows: Sequence[Row], attribute: str) -> list[str]:
-    """Of all rows' dictionaries, in order of first appearance."""
+    """Return the keys of all rows' dictionaries, in order of first appearance."""
     return list(dict.fromkeys(key for row in rows for key in getattr(row, attribute)))
 
 

@@ -1,4 +1,4 @@
-"""Reward functions that bench_rewards.py measures: one of each form, in a module that imports nothing."""
+"""Reward functions for bench_rewards.py: one of each form, in a module without imports."""
 
 
 def plain(data_source, response, ground_truth, extra_info):

@@ -1,5 +1,7 @@
-"""What a server of the demo takes for its requests, by their number and length: seconds that hide behind no kernel on a
-CPU, for `megatron_dapo/checks/hardware.py`."""
+"""The time of a demo's server for its requests, by their number and length.
+
+These seconds hide behind no kernel on a CPU; they are for `megatron_dapo/checks/hardware.py`.
+"""
 
 import asyncio
 import time
@@ -23,7 +25,7 @@ GROUP = 8  # requests of one prompt, as in the demo
 
 
 def measured(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """Start a server of the demo and return the seconds of batches of requests, the least of `rounds`."""
+    """Start a server of the demo; return the least seconds of `rounds` per batch of requests."""
     config = load_config(recipe("demo"), [f"trainer.run_dir={folder / 'run'}"])
     supervisor = ServerSupervisor(config, folder)
     supervisor.start()
@@ -63,8 +65,10 @@ async def _batch(client: SGLangClient, number: int, length: int) -> float:
 
 
 def fitted(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return a, b and c of seconds = (a + b r) L + c r with r requests of L tokens, by least squares of relative
-    errors, and the largest of these."""
+    """Return a, b and c of seconds = (a + b r) L + c r, and the largest relative error.
+
+    r requests have L tokens each. The fit is by least squares of relative errors.
+    """
     seconds = np.array([row["seconds"] for row in rows])
     shapes = np.array([(row["length"], row["length"] * row["num_requests"], row["num_requests"]) for row in rows])
     (token, request_token, request), *_ = np.linalg.lstsq(shapes / seconds[:, None], np.ones(len(rows)), rcond=None)

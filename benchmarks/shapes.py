@@ -1,4 +1,4 @@
-"""The sizes that are measured: heads of real models on one GPU, and some that a CPU can carry."""
+"""The measured sizes: heads of real models on one GPU, and some within a CPU's strength."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ class Shape:
 
     @property
     def product_flops(self) -> int:
-        """Of one product [T, H] x [H, V]."""
+        """Return the operations of one product [T, H] x [H, V]."""
         return 2 * self.num_tokens * self.hidden_size * self.vocab_size
 
 

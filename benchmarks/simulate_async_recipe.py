@@ -1,9 +1,10 @@
-"""What K and the split of the nodes would do to the 32B recipe on its GPUs, by simulation alone (no GPU was measured).
+"""The effect of K and the nodes' split on the 32B recipe, only simulated (no GPU was measured).
 
-Nodes, servers, the requests that each takes (`max_concurrency`), the layout of a trainer and the sizes of groups and
-mini-batches are those of configs/dapo_32b_async.yaml. Speeds and lengths are those that `python -m megatron_dapo plan`
-assumes of this config on H100, so that both say the same of it. The plan simulates a part of the servers for a few
-steps; here are all of them, for as long as the ages of tokens need to settle.
+Nodes, servers, their requests (`max_concurrency`), the layout of a trainer and the sizes of groups
+and mini-batches are those of configs/dapo_32b_async.yaml. Speeds and lengths are assumed as by
+`python -m megatron_dapo plan` for this config on H100, so that both say the same of it. The plan
+simulates a part of the servers for a few steps. Here are all of them, until the ages of tokens have
+settled.
 
 python -m benchmarks.simulate_async_recipe [--quick] [--json FILE]
 """
@@ -39,14 +40,15 @@ SPEC = model_spec(model_json_named("qwen2.5-32b"))
 USUAL = Assumptions.usual(CONFIG, HARDWARE["h100"])
 LENGTHS = USUAL.responses
 SEED = 1
-# Of the first versions, whose age does not show in the figures any more: four times as many as a token may be old, and
-# at least as many optimizer steps as 48 small steps take. The two halves of what is measured then have about one age.
+# The first versions are warm-up, until their age is out of the figures. That takes four times the
+# largest age of a token, and at least the optimizer steps of 48 small steps. The two halves of the
+# measured steps then have about one age.
 WARM_UP, MEASURED = 192, 192  # optimizer steps
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. num_steps are measured after warm_up ones."""
+    """One line of the table: num_steps measured ones after warm_up others."""
 
     acceptance: float
     train_batch_size: int
@@ -91,14 +93,18 @@ class Case:
             "mfu": parts.training.mfu,
             "server_tokens_per_s": parts.server.tokens_per_s,
             "seconds_per_512_groups": 512 / size / speed.steps_per_s,
-            # in optimizer steps; the same of the first half of the measured steps, and of the second
+            # in optimizer steps; the same of the first half of the measured steps, and of the
+            # second
             "mean_age": _mean(ages),
             "mean_age_of_halves": [_mean(ages[:half]), _mean(ages[half:])],
         }
 
 
 def cases(is_quick: bool) -> list[Case]:
-    """The lines of the table: the synchronous recipe, K alone, the split, small steps; other acceptances."""
+    """Return the lines of the table.
+
+    They are the synchronous recipe, only K, the split, small steps; other acceptances.
+    """
     if is_quick:
         return [Case(0.45, 16, K, 64, num_steps=2, warm_up=1) for K in (0, 2)]
 

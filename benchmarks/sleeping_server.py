@@ -1,7 +1,8 @@
-"""A stand-in for an SGLang server that sleeps for as long as a response takes, and for a push of the weights.
+"""A stand-in for an SGLang server that sleeps for the time of a response, and of a push.
 
-It speaks the routes of `tests.fake_rollout.FakeServer`. A pause stops what is running, and `resume` goes on with it
-under the new weights: every token carries the version that the server held when it was written.
+It speaks the routes of `tests.fake_rollout.FakeServer`. A pause stops running requests, and
+`resume` goes on with them under the new weights: every token carries the server's version at its
+writing.
 """
 
 import asyncio
@@ -18,8 +19,11 @@ NUM_PROMPTS = sum(word.startswith("p") for word in WORDS)  # of the vocabulary: 
 
 
 class Answers:
-    """What all servers of a run answer: the draw with number i is prompt i of the file, again from its start after the
-    last; its requests get the draw's responses in the order in which they come."""
+    """The answers of all servers of a run.
+
+    The draw with number i is prompt i of the file, again from its start after the last. Its
+    requests get the draw's responses in the order of their arrival.
+    """
 
     def __init__(self, draws: Draws, n: int) -> None:
         self._draws = draws
@@ -27,7 +31,10 @@ class Answers:
         self._num_requests: Counter[int] = Counter()  # prompt number -> requests
 
     def next_tokens(self, prompt: int) -> list[int]:
-        """Return the response to the next request for this prompt. With signal the first one of a group is wrong."""
+        """Return the response to the next request for this prompt.
+
+        With signal the first one of a group is wrong.
+        """
         turn, sample = divmod(self._num_requests[prompt], self._n)
         self._num_requests[prompt] += 1
         draw = self._draws(prompt + turn * NUM_PROMPTS)
@@ -36,8 +43,10 @@ class Answers:
 
 
 class SleepingServer(FakeServer):
-    """One server. Each request takes token_s per token, without the pauses; `count` is called with +1 when it begins
-    and with -1 when it ends."""
+    """One server. Each request takes token_s per token, without the pauses.
+
+    `count` is called with +1 at its beginning and with -1 at its end.
+    """
 
     def __init__(self, answers: Answers, token_s: float, count: Callable[[int], None]) -> None:
         super().__init__(Script(), version=0)
@@ -49,7 +58,7 @@ class SleepingServer(FakeServer):
         self._paused = asyncio.Event()
 
     def pause(self) -> None:
-        """Stop what is running."""
+        """Stop running requests."""
         self.is_paused = True
         self._resumed.clear()
         self._paused.set()
@@ -83,7 +92,7 @@ class SleepingServer(FakeServer):
         )
 
     async def _write(self, num_tokens: int) -> list[dict]:
-        """Sleep until the tokens are written; return which version wrote which of them."""
+        """Sleep until the tokens are written; return the spans of versions."""
         spans: list[dict] = []
         seconds_left = num_tokens * self._token_s
         start = 0
@@ -101,7 +110,7 @@ class SleepingServer(FakeServer):
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:
-    """Return when the event is set, or after that long."""
+    """Return when the event is set, or after timeout_s."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

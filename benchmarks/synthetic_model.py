@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint of a made-up Qwen2 of any size, so that nothing has to be downloaded."""
+"""A Hugging Face checkpoint of a made-up Qwen2 of any size: nothing has to be downloaded."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Of a decoder with twice as many query heads as key-value heads, and an untied head."""
+    """The sizes of a decoder with two query heads per key-value head, and an untied head."""
 
     hidden: int
     ffn: int
@@ -20,7 +20,7 @@ class ModelSize:
     heads: int = 8
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, shape) of every tensor, in the order of the model."""
+        """Yield (name, shape) of every tensor, in the order of the model."""
         half = self.hidden // 2
         yield "model.embed_tokens.weight", (self.vocab, self.hidden)
         for layer in range(self.layers):
@@ -48,7 +48,10 @@ class ModelSize:
 
 
 def write_model(folder: Path, size: ModelSize, dtype: torch.dtype, shard_bytes: int) -> None:
-    """Random weights in files of at most about shard_bytes, with index and config; no tokenizer."""
+    """Write random weights in files of at most about shard_bytes, with index and config.
+
+    There is no tokenizer.
+    """
     folder.mkdir(parents=True)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     filled = 0

@@ -1,6 +1,7 @@
-"""One run of TRL's GRPOTrainer, in a process whose PYTHONPATH has TRL: bench_trl.py starts it.
+"""One run of TRL's GRPOTrainer, started by bench_trl.py in a process with TRL on its PYTHONPATH.
 
-python -m benchmarks.trl_case SETTINGS, the JSON of `Settings`. Writes a row per rollout step to its rows file.
+python -m benchmarks.trl_case SETTINGS, the JSON of `Settings`. Writes a row per rollout step to its
+rows file.
 """
 
 import json
@@ -19,11 +20,11 @@ from examples.arithmetic.reward import score
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run, as `bench_trl.py` has them for both trainers. rows: the file that gets a row per rollout step."""
+    """The settings of a run, the same for both trainers (`bench_trl.py`)."""
 
     model: str
     prompts: str
-    rows: str
+    rows: str  # the file for a row per rollout step
     num_steps: int
     prompts_per_step: int
     samples_per_prompt: int
@@ -39,7 +40,7 @@ def reward(completions: list[str], ground_truth: list[str], **columns: object) -
 
 
 class Measured(GRPOTrainer):
-    """Keeps the CPU seconds of generation apart. This process has one thread, which does all of it."""
+    """Keeps the CPU seconds of generation apart; the only thread of this process does all of it."""
 
     sampling_s = 0.0
 
@@ -52,7 +53,7 @@ class Measured(GRPOTrainer):
 
 
 class Rows(TrainerCallback):
-    """Writes a row per rollout step: its number, the CPU seconds of sampling until then, and the mean reward."""
+    """Writes a row per rollout step: number, CPU seconds of sampling until then, mean reward."""
 
     def __init__(self, settings: Settings) -> None:
         self.trainer: Measured | None = None
@@ -68,7 +69,10 @@ class Rows(TrainerCallback):
 
 
 def main(settings: Settings) -> None:
-    """Train. Generation is transformers' own, `generate` on one rectangle; vLLM has no place on a CPU."""
+    """Train.
+
+    Generation is transformers' own, `generate` on one rectangle; vLLM has no place on a CPU.
+    """
     torch.set_num_threads(1)
     samples = settings.prompts_per_step * settings.samples_per_prompt
     config = GRPOConfig(

@@ -1,5 +1,4 @@
-"""The config keys that may differ between the run that wrote a checkpoint and the one that resumes
-it."""
+"""The config keys that may differ between a checkpoint's run and the run resumed from it."""
 
 import hashlib
 import json

@@ -94,7 +94,7 @@ def remove_leftovers(root: Path) -> list[str]:
 def retire(newest: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
     """Delete old checkpoints before `newest`, which is whole, and return them.
 
-    Kept are the last `keep_last` with it (None: all), and those whose step is a multiple of
+    Kept are the last `keep_last` with it (None: all), and all of steps that are multiples of
     `keep_every`. Later checkpoints were skipped as damaged when the run was resumed: they count for
     nothing, and the run replaces them. A folder that cannot be deleted, for example on network
     storage, is logged and left; no run fails because of it.

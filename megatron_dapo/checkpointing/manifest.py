@@ -147,7 +147,7 @@ def compare_sizes(folder: Path) -> tuple[Findings, dict[str, FileRecord]]:
 def compare_contents(
     folder: Path, files: dict[str, FileRecord], advance: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Read the files; return a phrase for each that is unreadable or differs from its record."""
+    """Read the files; return a phrase for each unreadable one and each difference from a record."""
 
     def fault(name: str) -> str | None:
         try:

@@ -1,6 +1,6 @@
 """A save under way, by this process or by a forked one during training.
 
-Megatron's own writer reports through a queue whose server process imports the whole program again
+Megatron's own writer reports through a queue; its server process imports the whole program again
 (seconds per rank). There a failed rank leaves the others waiting. Here every result travels over
 the job's own process group.
 """

@@ -146,8 +146,7 @@ def _checked(folder: Path, findings: Findings, skipped: list[str], config: Confi
 
 
 def _cure(parts: list[str]) -> str:
-    """Return how to allow the missing parts, as the end of a sentence, or "" if no key allows
-    it."""
+    """Return the cure for the missing parts as the end of a sentence, or "" if no key allows it."""
     names = [name for name, allowed in _ALLOWS.items() if set(allowed) & set(parts)]
     if not set(parts) <= {part for name in names for part in _ALLOWS[name]}:
         return ""

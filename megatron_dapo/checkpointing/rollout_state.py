@@ -53,7 +53,7 @@ def num_tokens_under_way(state: dict[str, Any]) -> int:
     finished = sum(
         len(sample["response_tokens"])
         for draw in draws
-        for sample in draw.get("samples", ())  # none where the group is finished
+        for sample in draw.get("samples", ())  # none if the group is finished
         if not sample["exp_mask"]
     )
     return finished + sum(len(partial["tokens"]) for draw in draws for partial in draw.get("partials", ()))

@@ -1,4 +1,4 @@
-"""The checkpoints of a training run, for its loop: where to start, when to save, when to stop."""
+"""The checkpoints of a training run, for its loop: the start, the saves, the stop."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,8 +55,9 @@ class Trained:
 
 
 def choose_start(config: Config, run: RunFolder, agreement: Agreement) -> Start:
-    """Return where the run starts, the same on all ranks, before anything is built; see
-    `resume.find_start`.
+    """Return the start of the run, the same on all ranks, before anything is built.
+
+    See `resume.find_start`.
 
     Removes a killed run's unfinished folders, and sets aside files that would mix with this run.
     Collective over all ranks. Raises UserError on all.
@@ -152,8 +153,10 @@ class RunCheckpoints:
         return self._stop.local_request() is not None
 
     def rescue(self, step: int, num_optimizer_steps: int = 0, was_handed: bool = False) -> bool:
-        """Save before a run ends in the middle of a step: the last finished step, or, if that is
-        saved or under way, the samples since then.
+        """Save before a run ends in the middle of a step.
+
+        The last finished step is saved or, if its save is done or under way, the samples since
+        then.
 
         Args:
             step: the last finished one.

@@ -22,7 +22,7 @@ class RunLock:
         self._lock = FileLock(path)
 
     def acquire(self, patience_s: float = PATIENCE_S) -> None:
-        """Take the lock, after waiting for a run that is about to end.
+        """Take the lock, after waiting for a run near its end.
 
         The wait is shorter if the holder is a running process of this machine. Raises UserError if
         the holder does not end, or the folder is not writable.
@@ -58,5 +58,5 @@ class RunLock:
 
 
 def _ended_by(pid: int) -> str:
-    """Return how a trainer's rank is ended, as part of a sentence."""
+    """Return the way to end a trainer's rank, as part of a sentence."""
     return f"`kill {pid}` has it save and stop, at the latest when its step ends, `kill -9 {pid}` ends it at once"

@@ -50,8 +50,9 @@ class Saver:
         """Begin nothing yet.
 
         Args:
-            write_tensors: begins to write models, optimizers and random state into a checkpoint folder.
-            trainer: says which checkpoints stay; see `folders.retire`.
+            write_tensors: begins to write models, optimizers and random state into a checkpoint
+                folder.
+            trainer: the keys of the kept checkpoints; see `folders.retire`.
             contents: the parts that the manifest names.
         """
         self._agreement = agreement

@@ -27,7 +27,7 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what `write_state` wrote, with lists for tuples.
+    """Return the state of `write_state`, with lists for tuples.
 
     Raises FileNotFoundError, and ValueError for a damaged file.
     """

@@ -19,7 +19,7 @@ COMMON = {"OMP_PROC_BIND": "false", "PYTHONUTF8": "1"}
 process would take the first core, and its children inherit that. Without UTF-8, torch and SGLang
 would read their own files in the locale's encoding."""
 
-# torch reads the first one that is set
+# torch reads the first one set
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 # Transformer Engine looks for a cuDNN in these folders, in this order, and then in the system
@@ -62,7 +62,7 @@ def _cudnn_of_packages() -> Path | None:
 def places_to_write(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a process that cannot write its caches below ~ or its sockets in TMPDIR.
 
-    Examples: a container whose user has no home; a scratch folder with a long name.
+    Examples: a container's user without a home; a scratch folder with a long name.
 
     Raises:
         UserError: if no other folder is writable.

@@ -140,8 +140,7 @@ class EndFolder:
         write_whole(self._file(who), json.dumps({**asdict(end), "start": self.start}, indent=1) + "\n")
 
     def read(self, who: str) -> End | None:
-        """Return how a process of this start ended; None if it is running, or ended without a
-        record."""
+        """Return the end of a process of this start; None if it is running, or left no record."""
         try:
             fields = json.loads(self._file(who).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -158,7 +157,7 @@ class EndFolder:
         (self.path / _STOP).write_text(note, encoding="utf-8")
 
     def stop_reason(self) -> str | None:
-        """Return the reason for which the launcher of this start was asked to stop, or None."""
+        """Return the reason of the request to this start's launcher to stop, or None."""
         try:
             fields = json.loads((self.path / _STOP).read_text(encoding="utf-8"))
             return str(fields["reason"]) if fields["start"] == self.start else None
@@ -174,8 +173,10 @@ class EndFolder:
 
 
 def end_of_code(returncode: int) -> End:
-    """Return the end of a process of which only the return code is known, in the form of
-    `subprocess`: negative after a signal."""
+    """Return the end of a process by its return code.
+
+    The code has the form of `subprocess`: negative after a signal.
+    """
     if returncode >= 0:
         return End(_KIND_OF_CODE.get(returncode, EndKind.FAILED), returncode)
     kind = EndKind.TERMINATED if -returncode == _SIGTERM else EndKind.KILLED

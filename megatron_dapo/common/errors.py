@@ -51,7 +51,7 @@ class RankFailure:
 
 
 class SharedError(RuntimeError):
-    """An error that is no mistake of the user, raised on all ranks alike.
+    """An error outside the user's mistakes, raised on all ranks alike.
 
     Args:
         step: the operation that failed.

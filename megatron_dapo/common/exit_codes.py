@@ -9,12 +9,16 @@ USER_ERROR_EXIT_CODE = 2
 """Of a process that a mistake of the user ended; it has printed the mistake and the cure."""
 
 HANG_EXIT_CODE = 14
-"""A rank whose job hung. It has named the missing ranks, and left its stacks in hang/ of the
-logs."""
+"""A rank of a hung job.
+
+It has named the missing ranks, and left its stacks in hang/ of the logs.
+"""
 
 MISMATCH_EXIT_CODE = 15
-"""A run whose servers' log-probs disagree with its model. It is saved without training on that
-batch."""
+"""A run with log-probs of its servers that disagree with its model.
+
+It is saved without training on that batch.
+"""
 
 SAVED_EXIT_CODE = 85
 """A run that was asked to stop. Everything is saved; the same command resumes it."""

@@ -56,8 +56,8 @@ def publish_folder(staged: Path, final: Path, old: Path) -> None:
     Args:
         staged: the folder, already flushed to disk, on the same file system as `final`.
         final: its new name. An existing folder of that name is moved aside.
-        old: the name for that folder; the caller removes it, and decides what a failure means.
-            Anything already there is removed first.
+        old: the name for that folder; the caller removes it, and decides on the meaning of a
+            failure. Anything already there is removed first.
 
     Raises:
         OSError: if a folder cannot be moved or removed.

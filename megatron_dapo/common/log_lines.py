@@ -17,7 +17,7 @@ def read_lines(log: Path, start: int = 0) -> list[str]:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """Return the last line that names a Python error; else the last line that is not empty."""
+    """Return the last line that names a Python error; else the last non-empty line."""
     errors = [line for line in lines if _ERROR.match(line)]
     candidates = errors or [line for line in lines if line.strip()]
     return re.sub(r"^\[rank\d+\]: ", "", candidates[-1]).strip() if candidates else ""

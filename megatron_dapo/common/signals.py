@@ -10,7 +10,7 @@ from megatron_dapo.common.exit_codes import signal_exit_code
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Return whether this process ignores a signal, as one that `nohup` started ignores SIGHUP."""
+    """Return whether this process ignores a signal, as a child of `nohup` ignores SIGHUP."""
     return signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -46,7 +46,7 @@ class SignalReceiver:
             numbers: the signals.
             on_signal: called in the main thread for each signal, after it was remembered; it may
                 raise.
-            keep_ignored: signals to leave alone if they are ignored already.
+            keep_ignored: signals to leave as they are if they are ignored already.
         """
         self.received: list[signal.Signals] = []
         self._numbers = numbers

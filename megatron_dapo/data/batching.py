@@ -1,4 +1,7 @@
-"""The way from finished groups to training samples, mini-batches and data-parallel shards. Pure and deterministic."""
+"""From finished groups to training samples, mini-batches and data-parallel shards.
+
+Pure and deterministic.
+"""
 
 import math
 import pkgutil
@@ -33,26 +36,28 @@ from megatron_dapo.data.token_arrays import (
 
 @dataclass(frozen=True, eq=False)
 class TrainSample:
-    """One sequence, prompt and response, as the trainer needs it. L tokens; all arrays but routed_experts are [L].
+    """One training sequence, prompt and response, of L tokens.
 
-    Everything but `tokens` is aligned to the position that predicts: entry t belongs to token t + 1, so the entry of
-    the last token is always 0, and `loss_mask[t] == 1` says that token t + 1 was written by the model and counts.
+    Arrays are [L] but for routed_experts. All arrays but `tokens` and routed_experts are aligned to
+    the predicting position: entry t belongs to token t + 1. The entry of the last token is always
+    0. `loss_mask[t] == 1`: the model wrote token t + 1, and it counts.
     """
 
-    sample_id: int  # place in the rollout step: results find their way back by it
+    sample_id: int  # place in the rollout step: the key of its results
     uid: str  # the group's
     tokens: np.ndarray  # int32
     loss_mask: np.ndarray  # uint8, 0 or 1
-    rollout_log_probs: np.ndarray  # float32, by the server; 0 where token t + 1 is not the response's
+    rollout_log_probs: np.ndarray  # float32, by the server; 0 outside the response
     advantage: float  # the same for every token of the response
-    weight_versions: np.ndarray  # int32, of the weights that wrote token t + 1; [1] where one version wrote them all
-    exp_mask: bool = False  # replayed: rollout_log_probs are those of the policy that wrote it
-    # of the tokens but the last one, each in its own place (data/routed_experts.py); empty where nobody knows them
+    # int32, of the weights behind token t + 1; [1] for one version throughout
+    weight_versions: np.ndarray
+    exp_mask: bool = False  # replayed: rollout_log_probs are of the policy that wrote it
+    # of all tokens but the last, at their own places (data/routed_experts.py); empty if unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
     @property
     def length(self) -> int:
-        """Return the number of tokens, with those of the prompt."""
+        """Return the number of tokens, prompt included."""
         return len(self.tokens)
 
 
@@ -63,14 +68,17 @@ class SampleReward(NamedTuple):
     reward: float  # after shaping
     correct: bool
     num_tokens: int  # of the response, with an environment's
-    num_counted: int  # of them, those that the model wrote
+    num_counted: int  # of them, the model's own
     baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt
-    keep: bool = True  # False: the group's advantages are 0, whatever an estimator says
+    keep: bool = True  # False: the group's advantages are 0 under every estimator
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The work of one sequence of length L: linear * L + quadratic * L^2 (attention), in any unit."""
+    """The work of one sequence of length L, in any unit.
+
+    linear * L + quadratic * L^2 (attention).
+    """
 
     linear: float = 1.0
     quadratic: float = 0.0
@@ -82,9 +90,9 @@ class CostModel:
     def of_decoder(
         cls, *, hidden_size: int, ffn_size: int, attention_weights: int, attention_width: float
     ) -> "CostModel":
-        """Return the multiply-adds of one layer (gated MLP, causal attention), scaled so that linear = 1.
+        """Return the multiply-adds of one layer (gated MLP, causal attention); linear = 1.
 
-        Per L: the weights; per L^2: half of two products of attention_width, which is heads x dim.
+        Per L: the weights. Per L^2: half of two products of attention_width (heads x dim).
         """
         return cls(1.0, attention_width / (attention_weights + 3 * hidden_size * ffn_size))
 
@@ -96,13 +104,15 @@ def assemble(
     normalize_by_std: bool = True,
     filter_truncated: bool = False,
 ) -> list[TrainSample]:
-    """Return the samples of all groups, in order, with advantages by `estimator` on shaped rewards, group by group.
+    """Return the samples of all groups, in order, with advantages by `estimator` on shaped rewards.
 
-    An estimator per token leaves advantages of 0 here: it needs log-probs or values.
+    Advantages are estimated group by group. An estimator per token leaves advantages of 0 here: it
+    needs log-probs or values.
 
-    filter_truncated (overlong filtering): the tokens of truncated responses get no loss; their rewards still belong to
-    the group's mean and deviation. Raises UserError for a reward that is no finite number, and for a missing reward of
-    a greedy answer.
+    filter_truncated (overlong filtering): the tokens of truncated responses get no loss. Their
+    rewards still belong to the group's mean and deviation.
+
+    Raises UserError for an infinite or NaN reward, and for a missing reward of a greedy answer.
     """
     rewards = sample_rewards(groups)
     for earned in rewards.values():
@@ -133,7 +143,7 @@ def sample_rewards(groups: Iterable[Group]) -> dict[int, SampleReward]:
 
 
 def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """Return sample_id -> advantage, by an estimator per response, but 0 in groups that are not kept.
+    """Return sample_id -> advantage by an estimator per response; 0 in groups that are not kept.
 
     The samples of a group have one uid.
     """
@@ -173,11 +183,13 @@ def _check_reward(earned: SampleReward, estimator: str) -> None:
 def mini_batches(
     samples: Sequence[TrainSample], num_groups: int, seed: int | str | None = None
 ) -> list[list[TrainSample]]:
-    """Return whole groups, at most num_groups at a time, in their order (that of the draws) or shuffled by `seed`.
+    """Return lists of at most num_groups whole groups, in drawn order or shuffled by `seed`.
 
-    Where the groups do not divide (a partial rollout step), the mini-batches differ by one group at most: each is one
-    optimizer step of full length, and a step on a lone left-over group would weigh as much as the others.
-    Decided here, before any balancing: membership cannot depend on the parallel layout.
+    If the groups do not divide evenly (a partial rollout step), the mini-batches differ by one
+    group at most. Each is one optimizer step of full length: a lone left-over group would weigh as
+    much as the others.
+
+    Membership is decided here, before any balancing: it cannot depend on the parallel layout.
     """
     groups = list(_by_group(samples).values())
     if seed is not None:
@@ -193,11 +205,12 @@ def shard_over_data_parallel(
 ) -> list[list[TrainSample]]:
     """Return [dp_size] lists of about equal cost, not necessarily of equal number.
 
-    The costliest sample first, to the rank with the least so far (longest processing time first).
+    Longest processing time first: the costliest sample goes to the rank with the least cost so far.
     """
     cost = cost or CostModel()
     shards: list[list[TrainSample]] = [[] for _ in range(dp_size)]
-    loads = [(0.0, rank) for rank in range(dp_size)]  # a heap: of equal loads the lowest rank comes first
+    # a heap: of equal loads the lowest rank comes first
+    loads = [(0.0, rank) for rank in range(dp_size)]
     for sample in longest_first(samples):
         load, rank = loads[0]
         shards[rank].append(sample)
@@ -206,7 +219,10 @@ def shard_over_data_parallel(
 
 
 def longest_first(samples: Iterable[TrainSample]) -> list[TrainSample]:
-    """Return the samples by falling length, equal lengths by sample_id: the order of arrival does not matter."""
+    """Return the samples by falling length, of equal lengths by sample_id.
+
+    The order of arrival does not matter.
+    """
     return sorted(samples, key=lambda sample: (-sample.length, sample.sample_id))
 
 
@@ -240,7 +256,7 @@ def _train_sample(index: int, sample: Sample, advantage: float, filter_truncated
         loss_mask=aligned(sample.loss_mask if counts else np.zeros_like(sample.loss_mask), MASK),
         rollout_log_probs=aligned(sample.rollout_log_probs, LOG_PROB),
         advantage=advantage,
-        # a third of the bytes that go to the ranks, and nearly always the same number
+        # a third of the bytes sent to the ranks, and nearly always one number
         weight_versions=versions[:1] if has_one_value(versions) else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,
         routed_experts=sample.routed_experts,

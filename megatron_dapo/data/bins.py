@@ -1,6 +1,7 @@
-"""The bins that become micro-batches: rectangles, balanced, halved; tight_bins.py fills the fewest of packed ones.
+"""The bins of samples for micro-batches: rectangles, balanced, halved.
 
-Each takes n log n steps for n samples: a heap names the bin that comes next, so no sample is compared with all bins.
+tight_bins.py fills the fewest packed ones. Each takes n log n steps for n samples: a heap names the
+next bin, so no sample is compared with all bins.
 """
 
 from collections.abc import Iterable
@@ -15,14 +16,15 @@ Bins = list[Bin]
 
 
 def usable_tokens(max_tokens: int, pad_multiple: int) -> int:
-    """Return how many tokens of samples a packed bin holds: what is more is over the cap once it is padded."""
+    """Return a packed bin's capacity in tokens of samples; more exceeds the cap after padding."""
     return max_tokens // pad_multiple * pad_multiple
 
 
 def rectangles(samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1) -> Bins:
-    """Return bins of at most max_tokens, whose rows are as wide as their longest sample, padded: the longest one first.
+    """Return bins of at most max_tokens, each as wide as its longest sample, padded.
 
-    A bin that has no room for one more row never has room again, so only the last bin can have some.
+    The longest sample comes first. A bin without room for one more row never has room again, so
+    only the last bin can have some.
     """
     bins: Bins = []
     for sample in longest_first(samples):
@@ -35,14 +37,16 @@ def rectangles(samples: Iterable[TrainSample], max_tokens: int, pad_multiple: in
 def balanced(
     samples: Iterable[TrainSample], num_bins: int, capacity: int, cost: CostModel, segment_multiple: int = 1
 ) -> Bins | None:
-    """Return num_bins bins of about equal cost, the longest sample first into the cheapest bin with room for it.
+    """Return num_bins bins of about equal cost, or None if the samples do not fit: the cap is hard.
 
-    Of equally cheap bins the first. None if it does not work out: the cap is hard.
+    The longest sample comes first, into the cheapest bin with room for it; of equally cheap bins
+    the first.
     """
     bins: Bins = [[] for _ in range(num_bins)]
     free_room = [capacity] * num_bins
-    # Heaps of (cost, bin) and (-free room, (cost, bin)). Samples get shorter: a bin that comes back from the second has
-    # room for all that follow until it gets one of them, so there are no more such moves than samples.
+    # Heaps of (cost, bin) and (-free room, (cost, bin)). Samples get shorter: a bin that comes back
+    # from the second has room for all that follow until it gets one of them. So there are no more
+    # such moves than samples.
     cheapest = [(0.0, place) for place in range(num_bins)]
     too_full: list[tuple[int, tuple[float, int]]] = []
     for sample in longest_first(samples):
@@ -62,9 +66,10 @@ def balanced(
 
 
 def halved(bins: Bins, num_bins: int, cost: CostModel) -> Bins:
-    """Return num_bins bins made by halving the costliest, of equal ones the first; halves stand behind all others.
+    """Return num_bins bins made by halving the costliest, of equal ones the first.
 
-    The bins hold samples by falling length. Once every sample has its own bin, empty ones are added.
+    Halves stand behind all others. The bins hold samples by falling length. Once every sample has
+    its own bin, empty ones are added.
     """
     parts = dict(enumerate(bins))
     next_number = count(len(bins))
@@ -81,7 +86,7 @@ def halved(bins: Bins, num_bins: int, cost: CostModel) -> Bins:
 
 
 def _halves(bin_: Bin, cost: CostModel) -> tuple[Bin, Bin]:
-    """Return the bin in two: the first part grows, from one sample on, while it is at most half of the cost."""
+    """Return the bin in two: the longest first part of at most half of the cost, or one sample."""
     costs = _running_costs(bin_, cost)
     middle = next(i for i in range(1, len(bin_)) if 2 * costs[i] > costs[-1])
     return bin_[:middle], bin_[middle:]

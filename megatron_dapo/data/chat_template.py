@@ -1,7 +1,8 @@
-"""Renders chat messages with a model's Jinja template, in the environment that templates are written for, but bounded.
+"""Renders chat messages with a model's Jinja template, bounded in work and text.
 
-The names and settings (sandbox, trimmed blocks, `raise_exception`, `strftime_now`, `tojson`, break and continue, the
-`generation` block) are those of transformers' chat templates; a test holds the rendering equal.
+The names and settings are those of transformers' chat templates: sandbox, trimmed blocks,
+`raise_exception`, `strftime_now`, `tojson`, break and continue, the `generation` block. A test
+holds the rendering equal.
 """
 
 import json
@@ -17,22 +18,25 @@ from jinja2.ext import Extension, loopcontrols
 from megatron_dapo.data.template_limits import BoundedEnvironment
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# around what a `generation` block wrote, until it is cut out again; nobody's text holds them
+# around the text of a `generation` block, cut out again later; nobody's text holds them
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}\ufdd1" for _ in range(2))
 
 
 class TextPart(NamedTuple):
-    """A part of a rendered conversation. is_learned: the assistant wrote it."""
+    """A part of a rendered conversation."""
 
     text: str
-    is_learned: bool
+    is_learned: bool  # the assistant wrote it
 
 
 class ChatTemplate:
-    """A compiled template. All methods raise jinja2.TemplateError for what it refuses, and where it takes too long."""
+    """A compiled template.
+
+    All methods raise jinja2.TemplateError for refused messages, and after too much work.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compile. special_tokens: what the template knows as bos_token, eos_token ..."""
+        """Compile. special_tokens: the template's bos_token, eos_token ..."""
         self._special_tokens = dict(special_tokens)
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -49,7 +53,7 @@ class ChatTemplate:
         return "".join(part.text for part in self.parts(messages, add_generation_prompt))
 
     def parts(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[TextPart]:
-        """Return the text of messages cut where `generation` blocks begin and end."""
+        """Return the text of messages, cut at both ends of `generation` blocks."""
         own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         with self._environment.one_rendering():
             return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))

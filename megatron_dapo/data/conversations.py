@@ -1,4 +1,4 @@
-"""Conversations from files, for supervised fine-tuning: read, checked, tokenized, limited in length."""
+"""Conversations for supervised fine-tuning: read from files, checked, tokenized, limited."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from megatron_dapo.data.tokenizer import ASSISTANT, Messages, Tokenizer
 
 @dataclass
 class ConversationReport:
-    """What became of one file's rows."""
+    """The fate of one file's rows, in counts."""
 
     path: str
     num_rows: int = 0
@@ -34,11 +34,11 @@ class ConversationReport:
 
 @dataclass(frozen=True)
 class ConversationSet:
-    """The conversations of some files, in their order. content: a hash of them, see `PromptCursor`."""
+    """The conversations of some files, in their order."""
 
     samples: list[TrainSample]
     report: list[ConversationReport]
-    content: str
+    content: str  # a hash of them, see `PromptCursor`
 
     @classmethod
     def load(
@@ -46,9 +46,13 @@ class ConversationSet:
     ) -> "ConversationSet":
         """Read .jsonl and .parquet files by the keys of `data` and `sft`.
 
-        A row has a column with chat messages, or one with a prompt and one with the response to it. max_rows: read the
-        first ones of each file alone; the rest may have conversations, too. Raises UserError, naming file, row and
-        column, for what cannot be read or learned from, and where no conversation is left.
+        A row has a column with chat messages, or one with a prompt and one with the response to it.
+
+        max_rows: the number of rows read from the start of each file; the rest may have
+        conversations, too.
+
+        Raises UserError, naming file, row and column, for unreadable rows, for rows with nothing to
+        learn from, and if no conversation is left.
         """
         samples: list[TrainSample] = []
         reports: list[ConversationReport] = []
@@ -71,8 +75,10 @@ class ConversationSet:
 
 
 def conversation_sample(index: int, tokens: Sequence[int], is_learned: Sequence[bool]) -> TrainSample:
-    """Return a conversation as the trainer takes it. is_learned: of each token; the first one follows nothing, and is
-    not learned in any case."""
+    """Return a conversation as a sample for the trainer.
+
+    is_learned: of each token. The first token follows nothing, so it is never learned.
+    """
     mask = np.zeros(len(tokens), dtype=MASK)
     mask[:-1] = is_learned[1:]
     return TrainSample(
@@ -144,7 +150,7 @@ def _messages(row: Mapping[str, Any], place: str, config: Config) -> Messages:
         )
     if len(json.dumps(messages, default=str)) > MAX_PROMPT_BYTES:
         raise UserError(f"{place}: the conversation is larger than {MAX_PROMPT_BYTES >> 20} MiB; shorten or remove it.")
-    # a parquet file gives every message all fields; to a template, one that is null is one that is not there
+    # a parquet file gives every message all fields; to a template, a null field is a missing one
     return [{name: value for name, value in message.items() if value is not None} for message in messages]
 
 
@@ -166,7 +172,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
-    """Return what is in a column; of one that is not there, what its dots lead to."""
+    """Return a column's value; for a missing column the value at the end of its dotted path."""
     if column in row:
         return row[column]
     value: Any = row

@@ -1,9 +1,11 @@
-"""Objects that hold many arrays, as one view of memory: the arrays are copied there once, not written out.
+"""Objects with many arrays as one view of memory: each array is copied there once, not written out.
 
-The memory: the length of a pickle, the pickle, and the arrays' memory, each part at a multiple of ALIGNMENT. The pickle
-says where in that memory an array begins. Of an array that repeats one value (`token_arrays.repeated`) the value alone
-is there. Nobody can write into the arrays that come out. Their dtypes are those of numbers, text and objects: numpy
-gives no buffer of dates.
+The memory holds the length of a pickle, the pickle, and the arrays' memory, each part at a multiple
+of ALIGNMENT. The pickle gives each array's start in that memory. An array of one repeated value
+(`token_arrays.repeated`) takes one element there.
+
+The resulting arrays are read-only. Their dtypes are those of numbers, text and objects: numpy gives
+no buffer of dates.
 """
 
 import io
@@ -24,7 +26,7 @@ from megatron_dapo.data.token_arrays import is_repeated
 
 ALIGNMENT = 8  # bytes: the largest element of the arrays here
 _NUMBER = np.dtype(np.int64)
-_MAX_VIEWS = 1024  # that one call of the system writes
+_MAX_VIEWS = 1024  # of one writev call of the system
 
 
 def flat_pickle(value: Any) -> np.ndarray:
@@ -41,7 +43,10 @@ def flat_pickle(value: Any) -> np.ndarray:
 
 @collection_paused()
 def from_flat_pickle(flat: np.ndarray) -> Any:
-    """Return what `flat_pickle` described. Its arrays are views of `flat`, which lives as long as one of them does."""
+    """Return the object described by `flat_pickle`.
+
+    Its arrays are views of `flat`, which lives as long as any of them.
+    """
     num_bytes = int(flat[: _NUMBER.itemsize].view(_NUMBER)[0])
     memory = flat.data[_NUMBER.itemsize :]
     arrays = memory[round_up(num_bytes, ALIGNMENT) :]
@@ -51,7 +56,7 @@ def from_flat_pickle(flat: np.ndarray) -> Any:
 def send(connection: Connection, value: Any) -> None:
     """Send an object to another process on this machine, for `receive`.
 
-    It is written to memory that has no name; the connection, a socket, carries the right to map it.
+    It is written to memory without a name; the connection, a socket, carries the right to map it.
     """
     file = os.memfd_create("flat_pickle")
     try:
@@ -62,9 +67,9 @@ def send(connection: Connection, value: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Return an object that `send` sent. Raises EOFError where the other end is closed.
+    """Return an object from `send`. Raises EOFError after the other end is closed.
 
-    Its arrays are views of the memory that the sender wrote, which lives as long as one of them does.
+    Its arrays are views of the memory written by the sender, which lives as long as any of them.
     """
     file = recv_handle(connection)
     try:
@@ -75,9 +80,9 @@ def receive(connection: Connection) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes an array as a call of its constructor, with the place where it begins in the arrays' memory.
+    """Writes an array as a call of its constructor, with its start in the arrays' memory.
 
-    That memory is what the pickle leaves out of band, once per array and always the same.
+    That memory is the pickle's out-of-band part, once per array and always the same.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -89,7 +94,8 @@ class _Pickler(pickle.Pickler):
 
     def _described(self, array: np.ndarray) -> str | tuple:
         if array.dtype.hasobject:
-            return array.__reduce_ex__(4)  # within the pickle: of 5 it would ask for memory of its own
+            # within the pickle: protocol 5 would ask for memory of its own
+            return array.__reduce_ex__(4)
         written = array[:1] if is_repeated(array) else np.asarray(array, order="C")
         strides = array.strides if is_repeated(array) else written.strides
         start = self._end
@@ -100,7 +106,7 @@ class _Pickler(pickle.Pickler):
 
 @collection_paused()
 def _memory_of(value: Any) -> list[memoryview]:
-    """Return the memory, in order, of which the arrays' part is not copied."""
+    """Return the memory in order; the arrays' part of it is not copied."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -124,7 +130,7 @@ def _write(file: int, views: Sequence[memoryview]) -> None:
 
 
 def _behind(views: Sequence[memoryview], num_bytes: int) -> Iterator[memoryview]:
-    """Yield what is left of the views behind this many bytes."""
+    """Yield the rest of the views behind this many bytes."""
     for view in views:
         if view.nbytes > num_bytes:
             yield view[num_bytes:]

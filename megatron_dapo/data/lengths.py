@@ -1,7 +1,7 @@
-"""How long responses are, as a distribution: log-normal, cut at the longest that a response may be.
+"""The lengths of responses as a distribution: log-normal, cut at the longest allowed response.
 
-Lengths of reasoning models have a long tail on one side, which a log-normal fits in the middle; what would be longer
-than `longest` is cut off there and counts as that long, as on a server.
+Lengths of reasoning models have a long tail on one side, fitted in the middle by a log-normal. A
+longer response is cut at `longest` and counts with that length, as on a server.
 """
 
 import math
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 MEAN_SHARE = 0.3
-"""Mean length where nobody gives one, as a share of the longest response that is allowed."""
+"""Default mean length, as a share of the longest allowed response."""
 SPREAD = 0.9
-"""Deviation of the logarithm of lengths where nobody gives one."""
+"""Default deviation of the logarithm of lengths."""
 _NORMAL = NormalDist()
-_WIDEST = 3.0  # spread of lengths that is taken for two kinds of responses, short ones and cut ones
+# largest spread: a wider one comes from two kinds of responses, short ones and cut ones
+_WIDEST = 3.0
 _STEPS = 60  # of the bisection: the median is exact to the last digits of a float
 
 
@@ -28,11 +29,13 @@ class Lengths:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, longest: int) -> "Lengths":
-        """Return the distribution whose mean, after the cut, is this one. Needs 0 < mean < longest, or mean = longest
-        with sigma 0."""
+        """Return the distribution with this mean after the cut.
+
+        Needs 0 < mean < longest, or mean = longest with sigma 0.
+        """
         if not sigma:
             return cls(mean, 0.0, longest)
-        low = math.log(mean) - sigma**2 / 2  # the median whose mean without the cut is this one
+        low = math.log(mean) - sigma**2 / 2  # the median for this mean without the cut
         high = math.log(longest) + 8 * sigma + math.log(2)
         for _ in range(_STEPS):
             middle = (low + high) / 2
@@ -44,8 +47,11 @@ class Lengths:
 
     @classmethod
     def with_moments(cls, mean: float, mean_square: float, longest: int) -> "Lengths":
-        """Return the distribution with this mean and this mean square after the cut; where no log-normal has both, with
-        this mean and the spread that comes nearest. Needs 0 < mean <= longest."""
+        """Return the distribution with this mean and this mean square after the cut.
+
+        If no log-normal has both, it has this mean and the nearest spread. Needs 0 < mean <=
+        longest.
+        """
         if mean_square <= mean**2 or mean >= longest:
             return cls(mean, 0.0, longest)
         low, high = 0.0, _WIDEST
@@ -73,7 +79,7 @@ class Lengths:
 
     @property
     def cut_share(self) -> float:
-        """Return the share of responses that are as long as may be."""
+        """Return the share of responses of the longest allowed length."""
         return 1.0 - self._below(0) if self.sigma else float(self.median >= self.longest)
 
     def quantiles(self, number: int) -> tuple[int, ...]:
@@ -85,8 +91,11 @@ class Lengths:
         return tuple(min(max(round(value), 1), self.longest) for value in values)
 
     def _moment(self, order: int) -> float:
-        """Return E[X^order] of the cut log-normal: exp(k mu + k^2 sigma^2 / 2) Phi((log c - mu - k sigma^2) / sigma) of
-        what is below the cut c, and c^k for the rest (the partial expectation of a log-normal)."""
+        """Return E[X^order] of the cut log-normal, k = order, c = the cut (a partial expectation).
+
+        Below the cut it is exp(k mu + k^2 sigma^2 / 2) Phi((log c - mu - k sigma^2) / sigma); the
+        rest counts as c^k.
+        """
         if not self.sigma:
             return min(self.median, self.longest) ** order
         whole = math.exp(order * math.log(self.median) + (order * self.sigma) ** 2 / 2)

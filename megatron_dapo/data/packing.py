@@ -1,4 +1,4 @@
-"""The way from a mini-batch to micro-batches: who computes what under a hard token cap, the tensors of one of them."""
+"""From a mini-batch to micro-batches: their samples under a hard token cap, and their tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -31,13 +31,17 @@ def schedule(
     num_microbatches_multiple: int = 1,
     cost: CostModel | None = None,
 ) -> list[Bins]:
-    """Return which samples of a mini-batch go into which micro-batch of which rank: [dp_size][num_microbatches] lists.
+    """Return the samples of each micro-batch of each rank: [dp_size][num_microbatches] lists.
 
-    Every sample occurs exactly once. Every micro-batch holds at most max_tokens tokens, padding included. All ranks
-    have the same number of micro-batches, a multiple of num_microbatches_multiple: the largest number that any rank
-    needs. Cost is balanced over ranks, then over the micro-batches of a rank, the costliest first; a list is empty (a
-    dummy micro-batch) only where a rank has fewer samples than micro-batches.
-    Deterministic: depends on the samples' lengths and ids alone. Raises UserError for samples longer than the cap.
+    Every sample occurs exactly once. Every micro-batch holds at most max_tokens tokens, padding
+    included. All ranks have the same number of micro-batches: the largest number needed by any
+    rank, rounded up to a multiple of num_microbatches_multiple.
+
+    Cost is balanced over ranks, then over the micro-batches of a rank, the costliest first. An
+    empty list (a dummy micro-batch) occurs only on a rank with fewer samples than micro-batches.
+
+    Deterministic: depends only on the samples' lengths and ids. Raises UserError for samples longer
+    than the cap.
     """
     shards = shard_over_data_parallel(samples, dp_size, cost)
     return schedule_shards(
@@ -62,7 +66,7 @@ def schedule_shards(
     cost: CostModel | None = None,
     cap_key: str = ACTOR_CAP,
 ) -> list[Bins]:
-    """Return the same as `schedule`, where it is decided already which rank has which samples.
+    """Return the same as `schedule` for samples already assigned to ranks.
 
     cap_key: the config key of max_tokens.
     """
@@ -76,7 +80,8 @@ def schedule_shards(
     num_bins = round_up(max(1, *map(len, bins_of_rank)), num_microbatches_multiple)
 
     def spread(shard: Sequence[TrainSample], bins: Bins) -> Bins:
-        # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay sorted by length.
+        # In a rectangle, mixing lengths costs more padding than balance wins: there the bins stay
+        # sorted by length.
         even = balanced(shard, num_bins, capacity, cost, segment_multiple) if packed else None
         return sorted(even or halved(bins, num_bins, cost), key=lambda bin_: -_cost(bin_, cost))
 
@@ -103,45 +108,49 @@ def _cost(samples: Iterable[TrainSample], cost: CostModel) -> float:
 class MicroBatch:
     """The tensors of one forward and backward pass; shape [1, T] packed, [B, S] not.
 
-    tokens, targets: int64; weight_versions (of the weights that wrote the token): int32, and loss_mask, advantages,
-    *_log_probs, values, returns: float32, aligned to the position that predicts: entry t belongs to token t + 1 of the
-    same sequence, which is targets[t]. A sequence's last token and padding have target 0 and mask 0. replayed
-    [num_segments] float32: 1 where the sample is.
-    Packed: cu_seqlens [num_segments + 1] int32 covers all T; segments may be padded at their right, and what T was
-    padded with is one more segment, the last. Not packed: cu_seqlens is None, every row is a segment, padded at its
-    right.
+    Tensors per token are aligned to the predicting position: entry t belongs to token t + 1 of the
+    same sequence, which is targets[t]. A sequence's last token and padding have target 0 and mask
+    0.
+
+    Packed segments may be padded at their right; the padding of T is one more segment, the last.
+    Not packed, every row is a segment, padded at its right.
     """
 
-    tokens: Tensor
-    targets: Tensor
-    loss_mask: Tensor
-    advantages: Tensor
-    rollout_log_probs: Tensor
-    weight_versions: Tensor
-    replayed: Tensor
-    cu_seqlens: Tensor | None
+    tokens: Tensor  # int64
+    targets: Tensor  # int64
+    loss_mask: Tensor  # float32
+    advantages: Tensor  # float32
+    rollout_log_probs: Tensor  # float32
+    weight_versions: Tensor  # int32, of the weights that wrote the token
+    replayed: Tensor  # [num_segments] float32: 1 for a replayed sample
+    cu_seqlens: Tensor | None  # [num_segments + 1] int32, covers all T; None if not packed
     max_seqlen: int
     num_segments: int
     widths: tuple[int, ...]  # of the segments, with their padding; stay on the host
-    counted_rows: np.ndarray  # positions with loss, ascending in Megatron's order (s * B + b); stays on the host
+    # positions with loss, ascending in Megatron's order (s * B + b); stays on the host
+    counted_rows: np.ndarray
     sample_ids: tuple[int, ...]  # of the segments, in order; padding and dummies have none
     lengths: tuple[int, ...]  # of those samples
-    old_log_probs: Tensor | None = None
-    ref_log_probs: Tensor | None = None
-    # for a KL over the whole vocabulary: the reference's hidden states of this rank's counted rows [K, H], the rows of
-    # the vocabulary that they meet (one tensor for all batches), and the KL per token of the policy before its update
+    old_log_probs: Tensor | None = None  # float32
+    ref_log_probs: Tensor | None = None  # float32
+    # for a KL over the whole vocabulary: the reference's hidden states of this rank's counted rows
+    # [K, H], the rows of the vocabulary multiplied with them (one tensor for all batches), and the
+    # KL per token of the policy before its update
     ref_hidden: Tensor | None = None
     ref_weight: Tensor | None = None
     full_kl: Tensor | None = None
-    correction: Corrected | None = None  # what the policy loss of each token is multiplied by, after the old log-probs
-    values: Tensor | None = None  # by the critic before its update, and the returns that it learns from
+    # factors on each token's policy loss, known after the old log-probs
+    correction: Corrected | None = None
+    # float32: by the critic before its update, and the returns for its learning
+    values: Tensor | None = None
     returns: Tensor | None = None
-    # that this rank's routers replay, or record first (`RouterPass.experts`); these stay in the host's memory
+    # replayed by this rank's routers, or first recorded (`RouterPass.experts`); stay in the host's
+    # memory
     experts: Tensor | None = None
 
     @property
     def num_counted(self) -> int:
-        """Return the number of tokens with loss, which is known without asking the device."""
+        """Return the number of tokens with loss, known without asking the device."""
         return len(self.counted_rows)
 
     @property
@@ -177,7 +186,7 @@ class MicroBatch:
         return MicroBatch(**moved)
 
     def with_log_probs(self, *, old: Tensor | None = None, ref: Tensor | None = None) -> "MicroBatch":
-        """Return the same with old or reference log-probs, of the shape of `tokens`; None leaves them as they are."""
+        """Return the same with old or reference log-probs, shaped as `tokens`; None keeps them."""
         return replace(
             self,
             old_log_probs=self.old_log_probs if old is None else old,
@@ -187,7 +196,7 @@ class MicroBatch:
     def with_recorded_log_probs(self) -> "MicroBatch":
         """Return the same with the server's log-probs as the old ones of replayed samples.
 
-        The policy that wrote those is not the one that was asked. Where there are no old log-probs nothing changes.
+        Their writer is not the policy that was scored. Without old log-probs nothing changes.
         """
         if self.old_log_probs is None:
             return self
@@ -199,9 +208,9 @@ class MicroBatch:
         return {i: flat[start : start + length] for i, start, length in self._spans()}
 
     def from_samples(self, values: Mapping[int, Tensor]) -> Tensor:
-        """Return {sample_id: [L]} in the shape of `tokens`, 0 in the padding: the inverse of by_sample.
+        """Return {sample_id: [L]} in the shape of `tokens`, 0 in the padding.
 
-        Samples of other micro-batches are ignored.
+        The inverse of by_sample. Samples of other micro-batches are ignored.
         """
         flat = torch.zeros(self.tokens.numel(), dtype=torch.float32, device=self.tokens.device)
         for i, start, length in self._spans():
@@ -217,10 +226,9 @@ class MicroBatch:
 def collate(
     samples: Sequence[TrainSample], *, pad_multiple: int = 1, packed: bool = True, segment_multiple: int = 1
 ) -> MicroBatch:
-    """Return the micro-batch of these samples, in order, T or S padded to pad_multiple; packed, every segment to
-    segment_multiple, which divides it.
+    """Return the micro-batch of these samples, in order; a dummy without loss for no samples.
 
-    Of no samples it is a dummy without loss.
+    T or S is padded to pad_multiple; packed, every segment to its divisor segment_multiple.
     """
     if packed:
         widths = [round_up(sample.length, segment_multiple) for sample in samples]
@@ -238,7 +246,8 @@ def collate(
         max_seqlen=max(widths),
         num_segments=len(widths),
         widths=tuple(widths),
-        counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T != 0),  # a third of the time that numbers take
+        # booleans take a third of the time of numbers
+        counted_rows=np.flatnonzero(tensors["loss_mask"].numpy().T != 0),
         sample_ids=tuple(sample.sample_id for sample in samples),
         lengths=tuple(sample.length for sample in samples),
         correction=None,
@@ -257,10 +266,10 @@ _PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions")
 
 
 def _rows(samples: Sequence[TrainSample], widths: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the segments one after the other: as many tokens as `widths` says, each with one of the samples padded at
-    its right, those beyond the samples with nothing but padding.
+    """Return the segments one after the other, of the lengths in `widths`.
 
-    Every place is written once: zeros to begin with would take a third of the time.
+    Each holds one sample padded at its right; those beyond the samples hold only padding. Every
+    place is written once: zeros to begin with would take a third of the time.
     """
     rows = {name: np.empty(sum(widths), dtype=dtype) for name, dtype in _DTYPES.items()}
     start = 0

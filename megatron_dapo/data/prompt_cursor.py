@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: epoch by epoch, from several files by their weights, or the easy ones first."""
+"""The order of the drawn prompts: by epochs, by the weights of several files, or by difficulty."""
 
 import hashlib
 import random
@@ -17,11 +17,11 @@ Item = TypeVar("Item")
 _CANNOT_GO_ON = (
     "the order of prompts cannot be continued: restore it, or begin it anew with trainer.accept_missing=[controller]."
 )
-_UNKNOWN_RATE = 0.5  # of a prompt that has no measured pass rate yet
+_UNKNOWN_RATE = 0.5  # of a prompt without a measured pass rate
 
 
 class Cursor(Protocol):
-    """What draws prompt numbers, and can be saved."""
+    """A source of prompt numbers with a state to save."""
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` numbers."""
@@ -32,7 +32,7 @@ class Cursor(Protocol):
         ...
 
     def passes(self) -> dict[str, float]:
-        """Return how often the prompts were drawn, as "epoch", of the files of a mixture as "FILE/epoch"."""
+        """Return the passes over the prompts as "epoch", over a mixture's files as "FILE/epoch"."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,16 +40,16 @@ class Cursor(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError where it cannot; then nothing changes."""
+        """Go on from a saved cursor. Raises UserError, before any change, for an unfit one."""
         ...
 
 
 class PromptCursor:
-    """Prompt numbers, drawn epoch by epoch; every prompt once per epoch, in an order fixed by (seed, epoch), and by
-    the difficulties or the measured pass rates, where the easy ones come first.
+    """Prompt numbers, drawn epoch by epoch, every prompt once per epoch.
 
-    Of a prompt that was always solved, or never, the next responses probably are too, and say nothing: by measured
-    rates such prompts do not come all together, but spread among the others.
+    The order is fixed by (seed, epoch), and by the difficulties or the measured pass rates: easy
+    ones first. A prompt always or never solved probably will be again, and its responses say
+    nothing. By measured rates such prompts do not come all together, but spread among the others.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class PromptCursor:
         Args:
             num_prompts: numbers are below it.
             seed, shuffle: the order of an epoch; without shuffle that of the numbers.
-            content: what the prompts are, see `content_of`; it serves only to be compared.
+            content: a hash of the prompts, see `content_of`; it serves only to be compared.
             difficulties: of each prompt; an epoch then goes from the lowest to the highest.
-            is_measured: from the second epoch on the prompts with the highest noted rates come first, but for those
-                of 1 and 0.
+            is_measured: from the second epoch on the prompts with the highest noted rates come
+                first, but for those of 1 and 0.
         """
         self._num_prompts = num_prompts
         self._seed = seed
@@ -87,7 +87,8 @@ class PromptCursor:
         }
         self._epoch = 0
         self._position = 0
-        self._order: list[int] = []  # of the epoch; made with its first draw, when the rates of the last one are known
+        # of the epoch; made with its first draw, when the rates of the last one are known
+        self._order: list[int] = []
 
     @property
     def epoch(self) -> int:
@@ -95,11 +96,11 @@ class PromptCursor:
         return self._epoch
 
     def passes(self) -> dict[str, float]:
-        """Return the number of epochs, with the part of the one under way."""
+        """Return the number of epochs, with the finished part of the current one."""
         return {"epoch": self._epoch + self._position / self._num_prompts}
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` numbers in [0, num_prompts): first what is left of the epoch, then the next one."""
+        """Return the next `count` numbers in [0, num_prompts), on into the next epoch if needed."""
         drawn: list[int] = []
         while len(drawn) < count:
             self._order = self._order or self._order_of(self._epoch)
@@ -125,7 +126,7 @@ class PromptCursor:
         return {**state, "order": list(self._order), "rates": [[number, rate] for number, rate in self._rates.items()]}
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raise UserError where a saved cursor drew from other data, or in another order."""
+        """Raise UserError if a saved cursor drew from other data, or in another order."""
         words = {
             "num_prompts": "the number of prompts",
             "seed": "data.seed",
@@ -144,7 +145,7 @@ class PromptCursor:
             raise UserError(changed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError as `check`; then nothing changes."""
+        """Go on from a saved cursor. Raises UserError as `check`, before any change."""
         self.check(state)
         self._epoch = state["epoch"]
         self._position = state["position"]
@@ -180,7 +181,7 @@ def spread(some: Sequence[Item], others: Sequence[Item]) -> list[Item]:
 
 
 class MixtureCursor:
-    """Prompt numbers of several files: each next one is of the file that is furthest behind its share of the draws."""
+    """Prompt numbers of several files, each of the file furthest behind its share of the draws."""
 
     def __init__(
         self, parts: Sequence[PromptCursor], sizes: Sequence[int], weights: Sequence[float], names: Sequence[str] = ()
@@ -188,10 +189,10 @@ class MixtureCursor:
         """Start at the first prompt of each file.
 
         Args:
-            parts: the cursor of each file, whose numbers begin at 0.
+            parts: the cursor of each file; its numbers begin at 0.
             sizes: prompts of each file; numbers go on from one file to the next.
             weights: of each file, above 0.
-            names: of the files, for `passes`; none = their numbers from 0.
+            names: of the files, for `passes`; without any, their numbers from 0.
         """
         self._names = names or [str(number) for number in range(len(parts))]
         self._parts = list(parts)
@@ -211,7 +212,7 @@ class MixtureCursor:
         return drawn
 
     def passes(self) -> dict[str, float]:
-        """Return the number of epochs of each file, with the part of the one under way."""
+        """Return the number of epochs of each file, with the finished part of the current one."""
         files = zip(self._names, self._parts, strict=True)
         return {f"{name}/epoch": part.passes()["epoch"] for name, part in files}
 
@@ -229,8 +230,10 @@ class MixtureCursor:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a saved cursor stood. Raises UserError where it drew from other data, or by other weights; then
-        nothing changes."""
+        """Go on from a saved cursor.
+
+        Raises UserError, before any change, for other data or other weights.
+        """
         saved = state.get("mixture")
         if saved != self.state_dict()["mixture"]:
             raise UserError(
@@ -254,7 +257,10 @@ def _digest(difficulties: Sequence[float]) -> str:
 
 
 def make_cursor(data: DataConfig, dataset: PromptDataset) -> Cursor:
-    """Return what draws the prompts of the training files. Raises UserError for a file of a mixture without prompts."""
+    """Return the cursor of the training files.
+
+    Raises UserError for a file of a mixture without prompts.
+    """
     prompts = dataset.prompts
     sizes = [file.num_kept for file in dataset.report] if data.mixture else [len(prompts)]
     for file in dataset.report if data.mixture else ():
@@ -273,15 +279,18 @@ def make_cursor(data: DataConfig, dataset: PromptDataset) -> Cursor:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return each file's name without the ending; of files with the same name with as many of their folders as tell
-    them apart, joined by dots, and of the same file named twice its place."""
+    """Return each file's name without the ending.
+
+    Files of the same name get the fewest folders that tell them apart, joined by dots. The same
+    file named twice gets its place.
+    """
     parts = [[*(part.strip("/") for part in PurePath(path).parts[:-1]), PurePath(path).stem] for path in paths]
     names = [".".join(own[-_num_parts(own, parts) :]) for own in parts]
     return [name if names.count(name) == 1 else f"{name}.{place}" for place, name in enumerate(names)]
 
 
 def _num_parts(own: list[str], parts: list[list[str]]) -> int:
-    """Return how many of its last parts a path needs to be told apart from the others."""
+    """Return the number of last parts of a path that tell it apart from the others."""
     for num in range(1, len(own)):
         if [other[-num:] for other in parts].count(own[-num:]) == 1:
             return num

@@ -16,28 +16,25 @@ from megatron_dapo.data.prompt_files import no_column, read_rows
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import Messages, Tokenizer
 
-MAX_PROMPT_BYTES = 4 << 20  # far above what a model reads; tokenizing takes seconds and 200 MB per MiB
+MAX_PROMPT_BYTES = 4 << 20  # far above a model's reach; tokenizing takes seconds and 200 MB per MiB
 _NAMED_CONFLICTS = 3
 
 
 @dataclass
 class FileReport:
-    """What became of one file's rows: num_rows is the sum of num_kept and the counts of those that were dropped.
-
-    num_outside: with a pass rate outside `data.pass_rate`, or null.
-    """
+    """The fate of one file's rows: num_rows is the sum of num_kept and the dropped ones' counts."""
 
     path: str
     num_rows: int = 0
     num_duplicates: int = 0
     num_conflicting: int = 0
     num_overlong: int = 0
-    num_outside: int = 0
+    num_outside: int = 0  # with a pass rate outside `data.pass_rate`, or null
     num_truncated: int = 0
 
     @property
     def num_kept(self) -> int:
-        """Return the number of rows that are prompts of the data set."""
+        """Return the number of rows kept as prompts of the data set."""
         dropped = (self.num_duplicates, self.num_conflicting, self.num_overlong, self.num_outside)
         return self.num_rows - sum(dropped)
 
@@ -55,26 +52,24 @@ class FileReport:
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has what: keys of the config's `data` section. data_source: of rows that name none. pass_rate_key,
-    difficulty_key: of columns with numbers, None = they are not read. needs_answer: refuse an empty answer."""
+    """The columns of a row, by keys of the config's `data` section."""
 
     prompt_key: str
     answer_key: str | None = None
     prompt_template: str = "{prompt}"
-    data_source: str = ""
-    pass_rate_key: str | None = None
-    difficulty_key: str | None = None
-    needs_answer: bool = False
+    data_source: str = ""  # of rows without one of their own
+    pass_rate_key: str | None = None  # a column of numbers; without a name it is not read
+    difficulty_key: str | None = None  # as pass_rate_key
+    needs_answer: bool = False  # refuse an empty answer
 
 
 @dataclass(frozen=True)
 class PromptDataset:
-    """The prompts of some files, in their order. report: one entry per file. difficulties: of each prompt, if they were
-    asked for."""
+    """The prompts of some files, in their order."""
 
     prompts: list[Prompt]
-    report: list[FileReport]
-    difficulties: tuple[float, ...] = ()
+    report: list[FileReport]  # one entry per file
+    difficulties: tuple[float, ...] = ()  # of each prompt, if they were asked for
 
     @classmethod
     def load(
@@ -97,14 +92,20 @@ class PromptDataset:
         needs_answer: bool = True,
         max_rows: int | None = None,
     ) -> "PromptDataset":
-        """Read .jsonl and .parquet files; the arguments are the keys of the config's `data` section.
+        """Read .jsonl and .parquet files by the keys of the config's `data` section.
 
-        A row has the column `prompt_key` (chat messages or a string) and its answer in `answer_key`, without one in
-        reward_model.ground_truth or in `label`; data_source and extra_info are optional. Equal prompt and answer = the
-        same row, whatever its index. needs_answer: false where no reward function reads it, so that it may be empty.
-        max_rows: read the first ones of each file alone; the rest may have prompts, too.
-        Raises UserError, naming file, row and column, for what cannot be read, for prompts with conflicting answers,
-        and for a data set without prompts.
+        A row has the column `prompt_key` (chat messages or a string) and its answer in
+        `answer_key`. By default the answer is in reward_model.ground_truth or in `label`.
+        data_source and extra_info are optional. Rows of equal prompt and answer are the same, at
+        any index.
+
+        needs_answer: false if no reward function reads it; then it may be empty.
+
+        max_rows: the number of rows read from the start of each file; the rest may have prompts,
+        too.
+
+        Raises UserError, naming file, row and column, for unreadable rows, for prompts with
+        conflicting answers, and for a data set without prompts.
         """
         rate_key = None if pass_rate is None else pass_rate_key
         columns = Columns(prompt_key, answer_key, prompt_template, data_source, rate_key, difficulty_key, needs_answer)
@@ -141,15 +142,15 @@ class PromptDataset:
 
 
 def content_key(row: dict[str, Any], place: str, columns: Columns) -> str:
-    """Return what two rows of a prompt file have in common that are the same prompt: a hash of messages and answer.
+    """Return the identity of a prompt file's row: a hash of messages and answer.
 
-    place: names file and row for errors. Raises UserError for a row that no data set may hold.
+    place: names file and row for errors. Raises UserError for a row unfit for any data set.
     """
     return _checked(row, place, columns).key
 
 
 def _json_of(messages: str | Messages) -> str:
-    """Return messages as they are compared."""
+    """Return messages in a form for comparison."""
     return json.dumps(messages, sort_keys=True, default=str)
 
 
@@ -171,9 +172,10 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer, apply_chat_template: bool, pla
 
 
 class _Answers:
-    """The answer that each prompt was given first.
+    """The first answer of each prompt.
 
-    conflicts: prompts that got another one as well, by their hash; with the first two such rows of each, in words.
+    conflicts: prompts with another answer as well, by their hash; with the first two such rows of
+    each, in words.
     """
 
     def __init__(self) -> None:
@@ -191,7 +193,7 @@ class _Answers:
             )
 
     def check(self) -> None:
-        """Raise UserError where there are conflicts."""
+        """Raise UserError if there are conflicts."""
         if self.conflicts:
             named = list(self.conflicts.values())[:_NAMED_CONFLICTS]
             more = len(self.conflicts) - len(named)
@@ -203,8 +205,10 @@ class _Answers:
 def _without_conflicts(
     kept: Sequence[tuple[Prompt, FileReport, float]], answers: _Answers
 ) -> list[tuple[Prompt, float]]:
-    """Return the prompts, numbered anew, of which no row has another answer, with their difficulties; count the others
-    in their reports."""
+    """Return the prompts without conflicting answers, numbered anew, with their difficulties.
+
+    Count the others in their reports.
+    """
     agreeing: list[tuple[Prompt, float]] = []
     for prompt, report, difficulty in kept:
         if answers.conflicts and _messages_digest(prompt) in answers.conflicts:
@@ -216,14 +220,17 @@ def _without_conflicts(
 
 @dataclass(frozen=True)
 class _LengthLimit:
-    """`data.max_prompt_length`, and what happens to a prompt that is longer."""
+    """`data.max_prompt_length`, and the treatment of longer prompts."""
 
     max_tokens: int
     filter_overlong: bool
     truncation: str
 
     def apply(self, prompt: Prompt, place: str, tokenizer: Tokenizer, report: FileReport) -> Prompt | None:
-        """Return the prompt within the limit, or None for one to drop. place: names file and row for errors."""
+        """Return the prompt within the limit, or None to drop it.
+
+        place: names file and row for errors.
+        """
         if len(prompt.tokens) <= self.max_tokens:
             return prompt
         if self.filter_overlong:
@@ -240,8 +247,10 @@ class _LengthLimit:
 
 
 def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt, float, float]]:
-    """Yield (place, checked row, its pass rate, its difficulty) of a file; the place names file and row, counted from
-    1. A number that is not asked for is 0."""
+    """Yield (place, checked row, its pass rate, its difficulty) of a file.
+
+    The place names file and row, counted from 1. A number without a key is 0.
+    """
     answer = ("reward_model", "label") if columns.answer_key is None else (columns.answer_key,)
     numbers = tuple(key for key in (columns.pass_rate_key, columns.difficulty_key) if key)
     for number, row in read_rows(path, (columns.prompt_key, *answer, "data_source", "extra_info", *numbers)):
@@ -252,8 +261,11 @@ def _read(path: Path, columns: Columns) -> Iterator[tuple[str, Prompt, float, fl
 
 
 def _number(row: dict[str, Any], place: str, key: str | None, name: str, highest: float = math.inf) -> float:
-    """Return the number in a column, 0 without a key; one with a highest value may not be below 0, and may be null,
-    which is NaN: nobody has measured it. Raises UserError."""
+    """Return the number in a column, 0 without a key. Raises UserError.
+
+    A number with a highest value may not be below 0. It may be null, returned as NaN: nobody has
+    measured it.
+    """
     if key is None:
         return 0.0
     is_bounded = highest < math.inf
@@ -358,9 +370,9 @@ def _optional(row: dict[str, Any], column: str, kind: type, default: Any, place:
 
 
 def _plain(value: Any, column: str, place: str) -> Any:
-    """Return what a checkpoint can hold of a prompt that waits, so that it is the same before and after a resume.
+    """Return an equal value fit for a checkpoint: a waiting prompt is the same after a resume.
 
-    Dates and times become ISO text, decimals text, tuples lists. Raises UserError for what has no such form.
+    Dates and times become ISO text, decimals text, tuples lists. Raises UserError for other types.
     """
     if value is None or isinstance(value, str | int | float):
         return value

@@ -1,4 +1,7 @@
-"""The reader of prompt files, .jsonl and .parquet: what is damaged, too large or not JSON is named by file and row."""
+"""The reader of prompt files, .jsonl and .parquet, with the file and row of each fault.
+
+Faults are damage, rows too large, and text other than JSON.
+"""
 
 import json
 from collections import Counter
@@ -12,7 +15,8 @@ from megatron_dapo.common.errors import UserError
 if TYPE_CHECKING:
     import pyarrow
 
-MAX_ROW_BYTES = 32 << 20  # the hidden tests of a programming task take megabytes, what is larger is a mistake
+# the hidden tests of a programming task take megabytes; a larger row is a mistake
+MAX_ROW_BYTES = 32 << 20
 _PARQUET_BATCH_ROWS = 8192
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _OTHER_KINDS = {
@@ -26,13 +30,14 @@ _OTHER_KINDS = {
 
 
 ColumnCheck = Callable[[str, list[str]], None]
-"""(place, names of the columns there): raises UserError where they do not suffice."""
+"""(place, names of its columns): raises UserError if they do not suffice."""
 
 
 def read_rows(path: Path, columns: tuple[str, ...], check: ColumnCheck | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row) of each row, counted from 1; of a parquet file these columns alone. Raises UserError.
+    """Yield (number, row) of each row, counted from 1; of a parquet file only these columns.
 
-    check: of a parquet file's columns, before a row is read; none = the first one of `columns` must be there.
+    check: of a parquet file's columns, before a row is read. By default the first of `columns` must
+    be there. Raises UserError.
     """
     reader = _READERS.get(path.suffix)
     if reader is None:
@@ -45,8 +50,8 @@ def read_rows(path: Path, columns: tuple[str, ...], check: ColumnCheck | None = 
 def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[dict[str, Any]]:
     """Return the rows of a parquet file's batch. num_before: rows of the file before it.
 
-    Raises UserError, naming the row, for one above MAX_ROW_BYTES and for text that is not UTF-8, and where two columns
-    have one name.
+    Raises UserError, naming the row, for one above MAX_ROW_BYTES and for text not in UTF-8, and for
+    two columns of one name.
     """
     names = Counter(batch.schema.names)
     if twice := [name for name, number in names.items() if number > 1]:
@@ -61,7 +66,7 @@ def rows_of(batch: "pyarrow.RecordBatch", path: Path, num_before: int) -> list[d
 
 
 def no_column(place: str, column: str, columns: list[str], key: str = "data.prompt_key") -> UserError:
-    """Return the error of a file without the column that a key names."""
+    """Return the error of a file without the column named by a key."""
     some = ", ".join(columns[:12])
     return UserError(f"{place}: column {column!r} is missing (columns here: {some}); name yours with {key}.")
 
@@ -161,7 +166,10 @@ def _oversized(batch: "pyarrow.RecordBatch") -> int | None:
 
 
 def _num_bytes(batch: "pyarrow.RecordBatch") -> int:
-    """Return the bytes of its rows alone: the slice of a dictionary column (pandas' category) has all values, too."""
+    """Return the bytes of the batch's own rows.
+
+    The slice of a dictionary column (pandas' category) has the values of all rows, too.
+    """
     import pyarrow
 
     return sum(

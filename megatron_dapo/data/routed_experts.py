@@ -1,7 +1,7 @@
-"""The experts that a server's routers chose: one array of small numbers per response, token by token, layer by layer.
+"""The experts chosen by a server's routers: one array of small numbers per response.
 
-A response of T tokens, its prompt included, has T - 1 rows: of the last token nobody asks what comes next, so no model
-has read it. A row has the experts of every layer, the first layer's first.
+A response of T tokens, its prompt included, has T - 1 rows: nobody asks for the last token's
+successor, so no model has read it. A row has the experts of every layer, the first layer's first.
 """
 
 import base64
@@ -15,12 +15,13 @@ from megatron_dapo.data.token_arrays import EXPERT, Dtype
 from megatron_dapo.huggingface.experts import MoEConfig
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
-_SENT = np.dtype("<i4")  # as SGLang sends them
+_SENT = np.dtype("<i4")  # as sent by SGLang
 
 
 @dataclass(frozen=True)
+# The sizes of the choices of a model's routers: experts for each token in each of num_layers.
 class RouterShape:
-    """The sizes of what a model's routers choose: experts for each token in each of num_layers."""
+    """The sizes of the choices of a model's routers: experts per token in each of num_layers."""
 
     num_layers: int
     moe: MoEConfig
@@ -38,11 +39,14 @@ class RouterShape:
 
     @property
     def dtype(self) -> Dtype:
-        """Return what holds the number of an expert."""
+        """Return the dtype of an expert's number."""
         return EXPERT if self.moe.bytes_per_choice == 1 else np.uint16
 
     def decode(self, text: str, num_rows: int) -> np.ndarray:
-        """Return [num_rows * per_token] of what a server sent. Raises ValueError, the end of a sentence."""
+        """Return [num_rows * per_token] from a server's text.
+
+        Raises ValueError, the end of a sentence.
+        """
         try:
             sent = np.frombuffer(base64.b64decode(text, validate=True), dtype=_SENT)
         except (binascii.Error, TypeError, ValueError) as error:
@@ -57,7 +61,7 @@ class RouterShape:
             raise ValueError(
                 f"has the routed expert {sent[is_outside][0]}, but the model has {self.moe.num_experts} per layer"
             )
-        # a server whose kernels do not tell what they chose sends zeros
+        # a server with kernels that do not tell their choice sends zeros
         chosen = np.sort(self.rows(sent, range(self.moe.num_dense_layers, self.num_layers)))
         is_twice = chosen[..., 1:] == chosen[..., :-1]
         if is_twice.any():
@@ -68,7 +72,7 @@ class RouterShape:
         return sent.astype(self.dtype)
 
     def rows(self, experts: np.ndarray, layers: Sequence[int]) -> np.ndarray:
-        """Return [rows, len(layers), experts_per_token] of some layers, of the array of a response."""
+        """Return [rows, len(layers), experts_per_token] of some layers of a response's array."""
         return experts.reshape(-1, self.num_layers, self.moe.experts_per_token)[:, list(layers)]
 
 
@@ -78,7 +82,7 @@ def as_text(experts: np.ndarray) -> str:
 
 
 def from_text(text: str) -> np.ndarray:
-    """Return what `as_text` was given. Raises ValueError, the end of a sentence."""
+    """Return the array given to `as_text`. Raises ValueError, the end of a sentence."""
     name, _, content = text.partition(" ")
     if name not in ("uint8", "uint16"):
         raise ValueError(f"has routed experts of type {name!r}")

@@ -1,4 +1,7 @@
-"""What flows from the prompt files to the trainer: prompts, samples, groups, and the batch of one rollout step."""
+"""The records on the way from the prompt files to the trainer.
+
+They are prompts, samples, groups, and the batch of one rollout step.
+"""
 
 from collections.abc import Mapping
 from copy import copy
@@ -15,7 +18,7 @@ from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSI
 class Prompt:
     """One prompt of a data set, tokenized."""
 
-    index: int  # row among the kept prompts of its data set; -1 in a row that is not tokenized yet
+    index: int  # row among the kept prompts of its data set; -1 before tokenization
     key: str  # hash of the content; equal content, equal key
     tokens: tuple[int, ...]
     text: str  # the rendered prompt, for people
@@ -27,10 +30,10 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Sample(TokenRecord):
-    """One response, or one trajectory: turns of the model with an environment's tokens between them.
+    """One response, or one trajectory: a model's turns with an environment's tokens between them.
 
-    Arrays are [L], the response's length, but for prompt_tokens, and for routed_experts, which are of prompt and
-    response (`data.routed_experts`).
+    Arrays are [L], the response's length, but for prompt_tokens, and for routed_experts of prompt
+    and response (`data.routed_experts`).
     """
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {
@@ -46,22 +49,25 @@ class Sample(TokenRecord):
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
     response_text: str
-    rollout_log_probs: np.ndarray  # by the server, at the sampling temperature; 0 for an environment's tokens
-    loss_mask: np.ndarray  # 1 where the model wrote the token, 0 for an environment's
+    # by the server, at the sampling temperature; 0 for an environment's tokens
+    rollout_log_probs: np.ndarray
+    loss_mask: np.ndarray  # 1 for the model's tokens, 0 for an environment's
     weight_versions: np.ndarray  # version of the weights that wrote each token
-    finish_reason: str  # "stop", or what ended it: "length" | "abort" | "turns" | "time" | "environment"
+    # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment"
+    finish_reason: str
     raw_reward: float  # by the verifier, before shaping
-    correct: bool  # raw correctness: what dynamic sampling filters on
+    correct: bool  # raw correctness, the measure of dynamic sampling's filter
     reward: float  # after shaping
     is_truncated: bool
     is_terminated: bool = True
-    exp_mask: bool = False  # True = replayed by experience replay (off-policy)
+    exp_mask: bool = False  # replayed by experience replay (off-policy)
     num_turns: int = 1
-    servers: tuple[str, ...] = ()  # URLs of those that wrote its turns
-    reward_error: str | None = None  # why the verifier gave no answer, if it did not
-    answer: str | None = None  # what it answers, for a vote among responses; None = nothing
-    number: int = 0  # among the responses to its prompt, from 0; the seeds of its requests derive from it
-    # the servers', where the trainer is to replay them; empty = not asked for, or unknown
+    servers: tuple[str, ...] = ()  # URLs of the writers of its turns
+    reward_error: str | None = None  # the reason for a missing answer of the verifier
+    answer: str | None = None  # its answer, for a vote among responses; None without one
+    # among the responses to its prompt, from 0; the seeds of its requests derive from it
+    number: int = 0
+    # the servers', for replay by the trainer; empty: not asked for, or unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
     @property
@@ -71,7 +77,7 @@ class Sample(TokenRecord):
 
     @property
     def num_written_tokens(self) -> int:
-        """Return the number of tokens of the response that the model wrote."""
+        """Return the number of tokens of the response written by the model."""
         return int(self.loss_mask.sum())
 
     @property
@@ -80,23 +86,28 @@ class Sample(TokenRecord):
         return len(self.prompt_tokens) + len(self.response_tokens)
 
     def without_text(self) -> "Sample":
-        """Return the same without its text: the same arrays, which `dataclasses.replace` would look at once more."""
+        """Return the same without its text.
+
+        The arrays are the same, too: `dataclasses.replace` would check them once more.
+        """
         bare = copy(self)
         object.__setattr__(bare, "response_text", "")
         return bare
 
     def without_experts(self) -> "Sample":
-        """Return the same without routed experts, with arrays of its own: memory that holds many samples together is
-        free when nobody has an array there."""
+        """Return the same without routed experts, with arrays of its own.
+
+        The memory shared by many samples is free once no sample has an array there.
+        """
         arrays = {name: getattr(self, name).copy() for name in self.ARRAYS}
         return replace(self, **arrays | {"routed_experts": nothing(EXPERT)})
 
 
 @dataclass(frozen=True, eq=False)
 class PartialResponse(TokenRecord):
-    """The beginning of a response of one turn, interrupted by a stop; another request goes on with it.
+    """The beginning of a response of one turn, interrupted by a stop.
 
-    The arrays are [L], its length.
+    Another request goes on with it. The arrays are [L], its length.
     """
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {"tokens": TOKEN, "log_probs": LOG_PROB, "weight_versions": VERSION}
@@ -112,18 +123,22 @@ class PartialResponse(TokenRecord):
 class Group:
     """One use of a prompt, and the responses to it."""
 
-    uid: str  # new for every use: a prompt that is drawn twice makes two groups
+    uid: str  # new for every use: a prompt drawn twice makes two groups
     prompt: Prompt
     samples: tuple[Sample, ...] = ()  # finished ones, and a replayed one
-    baseline_reward: float | None = None  # shaped reward of a greedy answer, for the estimator remax
+    # shaped reward of a greedy answer, for the estimator remax
+    baseline_reward: float | None = None
     keep: bool = True  # False: masked by dynamic sampling; trained on with advantages of 0
     version: int = 0  # confirmed weights of the servers at the draw; no new token is older
-    partials: tuple[PartialResponse, ...] = ()  # unfinished responses of an open group, while it is not sampled
+    # unfinished responses of an open group, while it is not sampled
+    partials: tuple[PartialResponse, ...] = ()
 
 
 def drop_experts(groups: list[Group]) -> None:
-    """Put in the place of groups whose samples have routed experts, which take most of their memory, the same groups
-    without."""
+    """Replace groups of samples with routed experts by the same groups without.
+
+    Routed experts take most of such samples' memory.
+    """
     for number, group in enumerate(groups):
         if any(len(sample.routed_experts) for sample in group.samples):
             groups[number] = replace(group, samples=tuple(sample.without_experts() for sample in group.samples))
@@ -137,7 +152,10 @@ class RolloutBatch:
     metrics: dict[str, float]  # by their public names
 
     def with_texts_of(self, num_groups: int) -> "RolloutBatch":
-        """Return the same without the responses' texts of later groups: the trainer shows a few, and reads tokens."""
+        """Return the same without the responses' texts of later groups.
+
+        The trainer shows a few texts, and reads tokens.
+        """
         rest = (
             replace(group, samples=tuple(sample.without_text() for sample in group.samples))
             for group in self.groups[num_groups:]

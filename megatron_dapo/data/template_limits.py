@@ -1,9 +1,11 @@
-"""The environment in which chat templates run: Jinja's sandbox, with a bound on the work and the text of one rendering.
+"""Jinja's sandbox for chat templates, with a bound on the work and the text of one rendering.
 
-Jinja's sandbox keeps a template from the machine, and a range from more than 100 000 numbers, but not two such loops
-from running for hours, or a text from doubling until the memory is full. Here turns of loops, calls and operators cost
-steps, and so do texts: those that are read, by slices and comparisons too, and those that are made. A text that would
-get too long is refused before it is made.
+Jinja's sandbox keeps a template from the machine, and a range from more than 100 000 numbers. It
+does not keep two such loops from running for hours, or a text from doubling until the memory is
+full.
+
+Here turns of loops, calls and operators cost steps, and so do texts: read ones, by slices and
+comparisons too, and new ones. A text is refused before it gets too long.
 """
 
 import re
@@ -19,12 +21,13 @@ from jinja2.visitor import NodeTransformer
 
 MAX_STEPS = 1_000_000  # of one rendering; a conversation of 1000 messages takes some 10 000
 MAX_TEXT = 8_000_000  # characters
-_TEXT_PER_STEP = 1000  # characters that are read
-_MADE_PER_STEP = 250  # characters that are made, which may all be kept
+_TEXT_PER_STEP = 1000  # characters of read texts
+_MADE_PER_STEP = 250  # characters of new texts, which may all be kept
 _MAX_BITS = 4096  # of an integer
 _MAX_NUMBER = 10**6  # as an argument: a width, an indent, a count
 _MAX_FORMAT = 10_000  # characters
-_WIDE = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)|%[-+ #0]*\d*\.?(\d{7,}|\*)")  # of a format: a width to be refused
+# in a format: a width to be refused
+_WIDE = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)|%[-+ #0]*\d*\.?(\d{7,}|\*)")
 _FORMATS = ("format", "format_map")
 _TURNS, _JOINED, _READ = "_turns", "_joined", "_read"
 _Sequence = str | list | tuple
@@ -49,13 +52,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def one_rendering(self) -> Iterator[None]:
-        """Count the steps inside. Raises jinja2.TemplateError for whatever goes wrong there."""
+        """Count the steps inside. Raises jinja2.TemplateError for every failure there."""
         self._num_left = MAX_STEPS
         try:
             yield
         except jinja2.TemplateError:
             raise
-        except Exception as error:  # a wrong type, a division by 0, a recursion that is too deep
+        except Exception as error:  # a wrong type, a division by 0, too deep a recursion
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
             self._num_left = 0
@@ -67,7 +70,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._charge(name, (*args, *kwargs.values()))
             return self._checked(function(*args, **kwargs))
 
-        step_by_step.__dict__.update(getattr(function, "__dict__", {}))  # whether it takes the context
+        # whether it takes the context
+        step_by_step.__dict__.update(getattr(function, "__dict__", {}))
         return step_by_step
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +109,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, parts: Iterable) -> str:
-        """Join what a template, a macro or a block wrote."""
+        """Join the texts of a template, a macro or a block."""
         texts, size = [], 0
         for part in map(str, parts):
             texts.append(part)
@@ -116,8 +120,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def _charge(self, name: str, values: tuple) -> None:
-        """Take the steps of a call with these values, the first one being the text that it is called on. Raise
-        TooMuchWork, too, where it may make a longer text than MAX_TEXT."""
+        """Take the steps of a call with these values; the first one is the text it is called on.
+
+        Raise TooMuchWork, too, if it may make a longer text than MAX_TEXT.
+        """
         sizes = [len(value) for value in values if isinstance(value, list | tuple | dict | range)]
         texts = [value for value in values if isinstance(value, str)]
         self._step(1 + sum(sizes) + sum(map(len, texts)) // _TEXT_PER_STEP)
@@ -160,7 +166,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 class _Counted(NodeTransformer):
-    """Sends loops, joined texts and what is compared, tested or sliced through filters that count them."""
+    """Sends loops, joined texts and compared, tested or sliced values through counting filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)

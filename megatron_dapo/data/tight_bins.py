@@ -1,7 +1,8 @@
-"""Bins filled as far as lengths allow: each is completed by the one, two or three lengths that leave the least room.
+"""Bins filled as far as lengths allow: one, two or three last lengths leave the least room.
 
-The lengths that are left are bits of one number, so that one operation finds every pair with a given sum. It takes as
-many steps as a bin has tokens, however many samples there are: the search is linear in them, and longest_first sorts.
+The remaining lengths are bits of one number, so one operation finds every pair with a given sum.
+Its steps are the tokens of a bin, for any number of samples: the search is linear in the samples,
+and longest_first sorts.
 """
 
 from collections.abc import Iterable
@@ -11,19 +12,19 @@ from megatron_dapo.common.sizes import round_up
 from megatron_dapo.data.batching import TrainSample, longest_first
 from megatron_dapo.data.bins import Bin, Bins
 
-_MOST_LOST = 16  # tokens that a pair may leave free; one length that leaves less is taken in its place
-_NUM_FIRSTS = 4  # lengths that are tried as the longest of three
+_MOST_LOST = 16  # tokens left free by a pair; a single length leaving fewer is taken in its place
+_NUM_FIRSTS = 4  # lengths tried as the longest of three
 
 
 class _Filling(NamedTuple):
-    """What completes a bin: lengths, and the tokens that they leave free."""
+    """The last lengths of a bin, and the tokens left free by them."""
 
     lost: int
     sizes: tuple[int, ...] = ()
 
 
 class _Lengths:
-    """The samples that are in no bin yet, by their length with its padding."""
+    """The samples outside all bins yet, by their length with its padding."""
 
     def __init__(self, samples: Iterable[TrainSample], capacity: int, segment_multiple: int) -> None:
         self._capacity = capacity
@@ -39,18 +40,18 @@ class _Lengths:
         return bool(self._bits)
 
     def longest(self, room: int) -> int:
-        """Return the longest length that the room holds, 0 where none does."""
+        """Return the longest length within the room, 0 without any."""
         return max(0, (self._bits & ((1 << (room + 1)) - 1)).bit_length() - 1)
 
     def take(self, size: int) -> TrainSample:
-        """Return a sample of this length, which is in a bin from now on."""
+        """Return a sample of this length, from now on in a bin."""
         left = self._samples[size]
         if len(left) == 1:
             self._toggle(size)
         return left.pop()
 
     def best(self, room: int) -> _Filling:
-        """Return the at most three lengths that leave the least of the room free, of equally good ones the fewest."""
+        """Return the fewest lengths, three at most, leaving the least of the room free."""
         longest = self.longest(room)
         best = _Filling(room - longest, (longest,))
         best = self._pair(room, best) or best
@@ -63,7 +64,7 @@ class _Lengths:
         return best
 
     def _with(self, first: int, room: int, best: _Filling) -> _Filling | None:
-        """Return a filling of this length and two more that is better than `best`."""
+        """Return a filling of this length and two more if it is better than `best`."""
         sample = self.take(first)
         pair = self._pair(room - first, best)
         if not self._samples[first]:
@@ -72,14 +73,17 @@ class _Lengths:
         return pair and _Filling(pair.lost, (first, *pair.sizes))
 
     def _pair(self, room: int, best: _Filling) -> _Filling | None:
-        """Return the pair that leaves the least of the room free, the one with the longest length, if it is better than
-        `best`."""
+        """Return the pair leaving the least of the room free if it is better than `best`.
+
+        Of equally good pairs it is the one with the longest length.
+        """
         for lost in range(min(best.lost, _MOST_LOST, room)):
             total = room - lost
             # bit s of the second number: there is a sample of total - s tokens
             longer = (self._bits & (self._mirrored >> (self._capacity - total)) & ((1 << total) - 1)).bit_length() - 1
             if 2 * longer == total and len(self._samples[longer]) < 2:
-                continue  # of a pair, the longer length is at least half of the sum: there is no other
+                # the longer length is at least half of the pair's sum: there is no other pair
+                continue
             if longer > 0:
                 return _Filling(lost, (longer, total - longer))
         return None
@@ -90,10 +94,12 @@ class _Lengths:
 
 
 def tight(samples: Iterable[TrainSample], capacity: int, segment_multiple: int = 1) -> Bins:
-    """Return bins of at most `capacity` tokens, each sample padded to segment_multiple: the longest sample that is left
-    opens one, further ones follow as long as three of that length would not fill it, and what is best completes it.
+    """Return bins of at most `capacity` tokens, each sample padded to segment_multiple.
 
-    No sample is longer than that. Of equal lengths the lowest sample_id comes first.
+    The longest remaining sample opens a bin. Further ones follow as long as three of that length
+    would not fill it, and the best last lengths complete it.
+
+    No sample is longer than `capacity`. Of equal lengths the lowest sample_id comes first.
     """
     lengths = _Lengths(samples, capacity, segment_multiple)
     bins: Bins = []

@@ -1,4 +1,4 @@
-"""Arrays of what is said of each token, how they are made from what JSON holds, and records of which they are fields.
+"""Arrays of values per token, their making from JSON, and records with such fields.
 
 A token costs a Python list 40 bytes and more per value, and as much time; an array costs 1 or 4.
 """
@@ -18,7 +18,7 @@ EXPERT = np.uint8
 Dtype: TypeAlias = type[np.generic]
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
-# of a record's field -> of one of its values, in sentences
+# a record's field -> the name of one of its values, in sentences
 _NAMES = {
     "tokens": "token id",
     "prompt_tokens": "token id",
@@ -29,15 +29,18 @@ _NAMES = {
     "weight_versions": "weight version",
     "routed_experts": "routed expert",
 }
-_KINDS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}}  # of a dtype -> what JSON may hold for it
+# of a dtype -> the types of its JSON values
+_KINDS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}}
 _WORDS = {"i": "no whole number", "u": "no whole number", "f": "no number"}
 
 
 def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
     """Return a sequence of numbers as an array [L]; an array is returned as it is.
 
-    Raises ValueError, whose text is the end of a sentence, for a value that is no number, or not whole where dtype
-    holds whole numbers, or that dtype cannot hold; what: the values' name in it.
+    Raises ValueError, its text the end of a sentence. Its causes are a value of another type than
+    numbers, a fraction for a dtype of whole numbers, and a value outside the dtype's range.
+
+    what: the values' name in the error.
     """
     if isinstance(values, np.ndarray):
         return values
@@ -46,7 +49,7 @@ def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
         wrong = next(value for value in values if type(value) not in _KINDS[kind])
         raise ValueError(f"has the {what} {wrong!r}, {_WORDS[kind]}")
     try:
-        with np.errstate(over="ignore"):  # to infinity, which the checks of log-probs name
+        with np.errstate(over="ignore"):  # to infinity, named by the checks of log-probs
             return np.array(values, dtype=dtype)
     except OverflowError:
         bounds = np.iinfo(np.dtype(dtype).name) if kind in "iu" else np.finfo(np.dtype(dtype).name)
@@ -55,8 +58,11 @@ def token_array(values: Any, dtype: Dtype, what: str = "value") -> np.ndarray:
 
 
 def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
-    """Return arrays, or sequences, one after the other in one array; an array that is the only one with values as it
-    is, and of `repeated` ones of the same value a `repeated` one."""
+    """Return arrays or sequences, one after the other, in one array.
+
+    An array is returned as it is if all others are empty. `repeated` ones of the same value make a
+    `repeated` one.
+    """
     arrays = [np.asarray(part, dtype=dtype) for part in parts if len(part)]
     if len(arrays) == 1:
         return arrays[0]
@@ -66,7 +72,7 @@ def joined(dtype: Dtype, *parts: TokenIds) -> np.ndarray:
 
 
 def repeated(value: float, length: int, dtype: Dtype) -> np.ndarray:
-    """Return an array [length] of one value, which memory holds once."""
+    """Return an array [length] of one value, held once by memory."""
     return np.broadcast_to(np.array(value, dtype=dtype), length)
 
 
@@ -76,7 +82,7 @@ def is_repeated(array: np.ndarray) -> bool:
 
 
 def has_one_value(array: np.ndarray) -> bool:
-    """Return whether all of at least one value are the same; without looking where it is a `repeated` one."""
+    """Return whether all values, at least one, are the same; a `repeated` array needs no look."""
     return len(array) > 0 and (is_repeated(array) or bool((array == array[0]).all()))
 
 
@@ -86,10 +92,12 @@ def nothing(dtype: Dtype) -> np.ndarray:
 
 
 class TokenRecord:
-    """A frozen data class, declared with eq=False, some of whose fields are arrays [L].
+    """A frozen data class, declared with eq=False, with arrays [L] among its fields.
 
-    ARRAYS: these fields with their dtypes. A sequence that is given for one becomes an array; an array is taken as it
-    is, without a copy, so nobody may write into it. Two records are equal where all their values are.
+    ARRAYS: these fields with their dtypes. A given sequence becomes an array. A given array is
+    taken without a copy, so nobody may write into it.
+
+    Two records are equal if all their values are.
     """
 
     ARRAYS: ClassVar[Mapping[str, Dtype]] = {}
@@ -109,6 +117,6 @@ class TokenRecord:
         )
 
     def __hash__(self) -> int:
-        """Return a hash of the values that are no arrays: these take no time, and equal records have the same."""
+        """Return a hash of all values but the arrays: quick, and the same for equal records."""
         names = (field.name for field in fields(self))  # type: ignore[arg-type]
         return hash(tuple(getattr(self, name) for name in names if name not in self.ARRAYS))

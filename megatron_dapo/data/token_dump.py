@@ -1,7 +1,7 @@
-"""The tokens of the responses that a step keeps for people: rollouts/step_NNNNNN.npz, written by the trainer.
+"""The tokens of a step's responses, kept for people: rollouts/step_NNNNNN.npz, by the trainer.
 
-What was said of each token, in the order of the responses in the step's .jsonl, one after the other, and the text of
-every token that occurs. A token takes 15 bytes before compression, about 5 on the disk.
+It holds the values of each token, response by response in the order of the step's .jsonl, and the
+text of every occurring token. A token takes 15 bytes before compression, about 5 on the disk.
 """
 
 import io
@@ -30,27 +30,26 @@ _ARRAYS = {
 
 @dataclass(frozen=True, eq=False)
 class TokenDump:
-    """Arrays over the T tokens of R responses.
+    """Arrays over the T tokens of R responses, [T] but for `lengths`."""
 
-    lengths: [R]. tokens, loss_mask (1 where the model wrote the token), weight_versions, rollout_log_probs (by the
-    server), log_prob_diffs (trainer - server, before the update) and advantages: [T]; the last two are NaN where the
-    trainer did not compute them. texts: of every token that occurs.
-    """
-
-    lengths: np.ndarray
+    lengths: np.ndarray  # [R]
     tokens: np.ndarray
-    loss_mask: np.ndarray
+    loss_mask: np.ndarray  # 1 for the model's tokens
     weight_versions: np.ndarray
-    rollout_log_probs: np.ndarray
+    rollout_log_probs: np.ndarray  # by the server
+    # trainer - server, before the update; NaN if the trainer did not compute it
     log_prob_diffs: np.ndarray
-    advantages: np.ndarray
-    texts: dict[int, str]
+    advantages: np.ndarray  # NaN if the trainer did not compute them
+    texts: dict[int, str]  # of every occurring token
 
     @classmethod
     def of_responses(
         cls, responses: Sequence[dict[str, np.ndarray]], texts: dict[int, str], *, limit: float = 6e4
     ) -> "TokenDump":
-        """Join what is said of each response, by the names of the fields above; limit: of what float16 holds."""
+        """Join the responses' values per token, by the names of the fields above.
+
+        limit: of the values stored as float16.
+        """
         arrays = {"lengths": np.array([len(response["tokens"]) for response in responses], dtype=np.int32)}
         for name in list(_ARRAYS)[1:]:
             parts = [np.asarray(response[name]) for response in responses]
@@ -61,7 +60,7 @@ class TokenDump:
         return cls(**arrays, texts=texts)
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raise OSError where that is not possible."""
+        """Write the file, whole or not at all. Raises OSError on failure."""
         ids = sorted(self.texts)
         texts = json.dumps([self.texts[token] for token in ids]).encode()
         arrays = {name: getattr(self, name) for name in _ARRAYS}
@@ -72,7 +71,7 @@ class TokenDump:
 
     @classmethod
     def read(cls, path: Path) -> "TokenDump | None":
-        """Return what a file says; none where there is none, or it is damaged or larger than any step's."""
+        """Return a file's content; None if it is missing, damaged or larger than any step's."""
         try:
             with np.load(io.BytesIO(read_bytes(path, _MAX_BYTES)), allow_pickle=False) as stored:
                 if sum(member.file_size for member in stored.zip.infolist()) > _MAX_BYTES:
@@ -80,7 +79,7 @@ class TokenDump:
                 arrays = {name: stored[name].astype(dtype) for name, dtype in _ARRAYS.items()}
                 texts = parse_json(stored["texts"].tobytes())
                 dump = cls(**arrays, texts=dict(zip(stored["text_tokens"].tolist(), texts, strict=True)))
-        except Exception:  # of bytes that have changed zipfile, zlib and numpy raise nearly anything
+        except Exception:  # after changed bytes zipfile, zlib and numpy raise nearly anything
             return None
         if {array.ndim for array in arrays.values()} != {1} or not all(isinstance(text, str) for text in texts):
             return None
@@ -92,14 +91,17 @@ class TokenDump:
 
 
 class TokenTexts:
-    """The text of each token. Those that were asked for once are remembered."""
+    """The text of each token, remembered after the first request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
 
     def of(self, tokens: np.ndarray) -> dict[int, str]:
-        """Return the text of every token that occurs. Part of a character is the replacement character."""
+        """Return the text of every occurring token.
+
+        Part of a character is the replacement character.
+        """
         ids = np.unique(tokens).tolist()
         for token in ids:
             if token not in self._texts:
@@ -107,6 +109,6 @@ class TokenTexts:
         return {token: self._texts[token] for token in ids}
 
     def _text(self, token: int) -> str:
-        """Return the text of a token inside a text: some tokenizers drop the space that begins a text."""
+        """Return the text of a token inside a text: some tokenizers drop a text's first space."""
         alone, twice = (self._tokenizer.decode([token] * number, skip_special_tokens=False) for number in (1, 2))
         return twice[len(alone) :] if twice.startswith(alone) else alone

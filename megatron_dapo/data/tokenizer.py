@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template, read from its folder with the `tokenizers` package.
 
-Importing transformers costs seconds in every process; tokenizer.json holds all that is needed. A test holds the tokens
-equal to those of transformers' AutoTokenizer.
+Importing transformers costs seconds in every process, and tokenizer.json holds everything needed. A
+test holds the tokens equal to those of transformers' AutoTokenizer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,8 @@ from megatron_dapo.data.token_arrays import TokenIds
 Messages = Sequence[dict[str, Any]]
 
 _KEY = "actor_rollout_ref.model.path"
-_MAX_TOKENIZER = 256 << 20  # bytes of tokenizer.json; those of a vocabulary of 260 000 tokens have 35 million
+# bytes of tokenizer.json; those of a vocabulary of 260 000 tokens have 35 million
+_MAX_TOKENIZER = 256 << 20
 _MAX_TEMPLATE = 1 << 20
 ASSISTANT = "assistant"
 _OTHER_TEMPLATE = "write a template with {% generation %} blocks around the assistant's words"
@@ -32,7 +33,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class Tokenizer:
     """A model's tokenizer: text to tokens and back. Make it with `load_tokenizer`.
 
-    eos_token_ids: every token that ends a response, by generation_config.json, config.json and the tokenizer.
+    eos_token_ids: all ends of a response, by generation_config.json, config.json and the tokenizer.
     num_tokens: size of the vocabulary, added tokens included.
     """
 
@@ -53,10 +54,12 @@ class Tokenizer:
     def encode_prompt(self, prompt: str | Messages, apply_chat_template: bool) -> tuple[tuple[int, ...], str]:
         """Return (tokens, rendered text) of a prompt.
 
-        With the chat template a string becomes one user message, and the text ends where the assistant begins.
-        Without it the messages' contents are joined as they are, and the tokenizer's own special tokens (such as BOS)
-        are added. Raises UserError where the model has no chat template, ValueError where template or contents do not
-        fit.
+        With the chat template a string becomes one user message, and the text ends before the
+        assistant's first word. Without it the messages' contents are joined as they are, with the
+        tokenizer's own special tokens (such as BOS).
+
+        Raises UserError if the model has no chat template, ValueError if template or contents do
+        not fit.
         """
         if apply_chat_template:
             text = self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
@@ -65,28 +68,35 @@ class Tokenizer:
         return tuple(self._encode(text, add_special_tokens=not apply_chat_template)), text
 
     def encode_turn(self, messages: Messages, last_token: int | None, apply_chat_template: bool) -> tuple[int, ...]:
-        """Return the tokens that an environment's messages add to a conversation that ends with a model's turn.
+        """Return the tokens of an environment's messages in a conversation after a model's turn.
 
-        With the chat template: what it puts between an assistant's last word and the next one's first, when the
-        messages stand between them; less the end-of-turn token, and white space before it, where the model wrote it
-        itself (last_token). Without it the messages' contents. Both are tokenized on their own: the tokens before them
-        stay what they are. Raises UserError and ValueError as `encode_prompt`, ValueError where the template hides the
+        With the chat template: its text between an assistant's last word and the next one's first,
+        with the messages between them. The end-of-turn token, and white space before it, is left
+        out if the model wrote it itself (last_token). Without it: the messages' contents. Both are
+        tokenized on their own: the tokens before them stay the same.
+
+        Raises UserError and ValueError as `encode_prompt`, ValueError if the template hides the
         turn.
         """
         if not apply_chat_template:
             return tuple(self._encode(_joined(messages)))
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        _, is_shown, after = self._rendered([*before, *messages]).partition(_MARK)  # messages may say it again
+        # messages may say it again
+        _, is_shown, after = self._rendered([*before, *messages]).partition(_MARK)
         if not is_shown:
             raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
         tokens = self._encode(after)
         end = tokens.index(last_token) if last_token in tokens else -1
-        is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()  # Llama 2: " </s>"
+        # for Llama 2 the text is " </s>"
+        is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
     def encode_answered(self, prompt: str | Messages, response: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt with its response, as the chat template ends a turn; joined where the model has
-        no template. For classifiers, which read finished answers. Raises as `encode_prompt`."""
+        """Return the tokens of a prompt with its response, as the chat template ends a turn.
+
+        Without a template the two are joined. For classifiers, readers of finished answers. Raises
+        as `encode_prompt`.
+        """
         if not self.has_chat_template:
             text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
             return tuple(self._encode(text, add_special_tokens=True))
@@ -100,13 +110,18 @@ class Tokenizer:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def encode_conversation(self, messages: Messages, apply_chat_template: bool) -> tuple[list[int], list[bool]]:
-        """Return (tokens, whether the assistant wrote each) of a whole conversation. What the assistant wrote ends with
-        its end-of-turn token, where the template has one: white space behind it is not the assistant's.
+        """Return (tokens, whether the assistant wrote each) of a whole conversation.
 
-        With the chat template: its `generation` blocks say what the assistant wrote; of a template without them, what
-        the conversation up to an answer has more than the same up to its generation prompt. Without it the messages'
-        contents are joined, and each of the assistant's ends with the end-of-text token. Raises UserError and
-        ValueError as `encode_prompt`, ValueError too where the template does not let the assistant's words be found.
+        The assistant's words end with its end-of-turn token, if the template has one: white space
+        behind it is not the assistant's.
+
+        With the chat template: its `generation` blocks mark the assistant's words. A template
+        without them marks by a difference: the text up to an answer, less the text up to its
+        generation prompt. Without a chat template the messages' contents are joined, and each of
+        the assistant's ends with the end-of-text token.
+
+        Raises UserError and ValueError as `encode_prompt`, ValueError too if the assistant's words
+        cannot be found.
         """
         if not any(message["role"] == ASSISTANT for message in messages):
             raise ValueError("there is no message of the assistant, and so nothing to learn")
@@ -125,8 +140,9 @@ class Tokenizer:
     def _templated(self, messages: Messages) -> list[tuple[list[int], bool]]:
         """Return the tokens of each part of a conversation, and whether the assistant wrote it.
 
-        The tokens are those of the whole text, as far as they begin where parts begin. Where a token would reach from
-        a prompt into its answer, the answer is tokenized on its own: no prompt is sampled from otherwise.
+        The tokens are those of the whole text, as far as a token begins at the beginning of each
+        part. An answer is tokenized on its own if a token would reach into it from its prompt: no
+        prompt is sampled from otherwise.
         """
         parts = self._parts(messages)
         separate = [self._encode(part.text) for part in parts]
@@ -188,12 +204,12 @@ class Tokenizer:
                 for message in group:
                     yield [*self._encode(_joined([message])), end], True
             else:
-                # special tokens of the tokenizer's own, such as BOS, stand before a prompt alone
+                # special tokens of the tokenizer's own, such as BOS, stand only before a prompt
                 yield self._encode(_joined(list(group)), add_special_tokens=is_first), False
             is_first = False
 
     def _end_of_text(self) -> int:
-        """Return the token that ends a text where no template ends turns."""
+        """Return the end-of-text token of a conversation without a template."""
         named = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
         if named is not None:
             return named
@@ -207,7 +223,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except Exception as error:  # bare ones: a vocabulary without a token for what it does not know
+        except Exception as error:  # bare ones: a vocabulary without a token for unknown text
             raise ValueError(f"the model's tokenizer refuses it: {error}") from error
 
     def _required_template(self) -> ChatTemplate:
@@ -231,13 +247,15 @@ class Tokenizer:
         try:
             return None if template is None else ChatTemplate(template, self._special_tokens)
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            # the latter are Python's own, of blocks or brackets that are nested too deep, and of long numbers
+            # the latter are Python's own, of blocks or brackets nested too deep, and of long
+            # numbers
             raise UserError(f"{_KEY}: the chat template in {str(self._folder)!r} does not compile: {error}.") from error
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         tokens: list[int | None] = []
         sizes = [self.num_tokens, _read_json(self._folder / "config.json").get("vocab_size")]
-        num_tokens = max(size for size in sizes if type(size) is int)  # the model may have rows beyond the tokenizer's
+        # the model may have rows beyond the tokenizer's
+        num_tokens = max(size for size in sizes if type(size) is int)
         for name in ("generation_config.json", "config.json"):
             ids = _read_json(self._folder / name).get("eos_token_id")
             ids = ids if isinstance(ids, list) else [ids]
@@ -253,7 +271,10 @@ class Tokenizer:
 
 
 def load_tokenizer(model_path: str | Path) -> Tokenizer:
-    """Return the tokenizer of a Hugging Face checkpoint folder; no network. Raises UserError where there is none."""
+    """Return the tokenizer of a Hugging Face checkpoint folder; no network.
+
+    Raises UserError if the folder has none.
+    """
     return Tokenizer(Path(model_path))
 
 
@@ -268,15 +289,16 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_TOKENIZER))
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the package raises bare Exceptions, and where Rust panics not even these
+    except BaseException as error:  # bare Exceptions of the package; of a Rust panic not even these
         raise UserError(f"{_KEY}: {str(path)!r} cannot be read: {error}.") from error
-    backend.no_truncation()  # lengths are the data set's business; files may carry settings of a training
+    # lengths are the data set's business; files may carry settings of a training
+    backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, {} where it does not exist."""
+    """Return the content of a JSON file, {} if it does not exist."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -295,7 +317,10 @@ def _is_token(token: Any, num_tokens: int) -> bool:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return name -> text; older files hold each token as an object. Raises UserError where one is no text."""
+    """Return name -> text; older files hold each token as an object.
+
+    Raises UserError for a token of another type.
+    """
     tokens = {name: settings[name] for name in _SPECIAL_TOKENS if settings.get(name)}
     texts: dict[str, str] = {}
     for name, token in tokens.items():
@@ -307,8 +332,11 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Return the template of chat_template.jinja, else of tokenizer_config.json, of several the one named default.
-    Raises UserError where it cannot be read, or is no text."""
+    """Return the template of chat_template.jinja, else of tokenizer_config.json.
+
+    Of several templates it is the one named default. Raises UserError for an unreadable one, and
+    for another type than text.
+    """
     path = folder / "chat_template.jinja"
     try:
         return read_bytes(path, _MAX_TEMPLATE).decode("utf-8")

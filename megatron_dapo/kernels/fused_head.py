@@ -1,11 +1,13 @@
-"""The heads of a training run: log-probs (`head_log_probs`), log-probs with the KL to another model
-(`head_full_kl`), and the whole loss with its gradient in one pass.
+"""The heads of a training run: log-probs, log-probs with a KL, and the loss with its gradient.
+
+`head_log_probs` computes the first, `head_full_kl` the KL to another model with them, and
+`fused_dapo_head` the whole loss with its gradient in one pass.
 
 `fused_dapo_head` computes every chunk of logits once. Before the next chunk overwrites the buffer,
-it derives statistics, loss and the gradients of logits, hidden states and weight (6 N H V
-operations, no recompute). This works because a token's term of the loss depends only on its own
-log-prob, entropy and KL. The division by the global count comes later and is linear. All heads cut
-rows alike and compute equal bits.
+it derives statistics, loss and the gradients of logits, hidden states and weight. That takes 6 N H
+V operations, without recompute. This works because a token's term of the loss depends only on its
+own log-prob, entropy and KL. The division by the global count comes later and is linear. All heads
+cut rows alike and compute equal bits.
 """
 
 from collections.abc import Iterator
@@ -77,8 +79,8 @@ def head_log_probs(
     (float64 for float64).
 
     hidden_LH: this rank's rows as the plan cuts them. A row's result does not depend, to the bit,
-    on the other rows (on CPU as far as the matrix library keeps to that: it does for hidden sizes
-    of whole cache lines).
+    on the other rows. On CPU that holds as far as in the matrix library: for hidden sizes of whole
+    cache lines.
     """
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
@@ -93,8 +95,10 @@ def head_log_probs(
 def head_full_kl(
     hidden_LH: Tensor, targets_N: Tensor, plan: RowPlan, head: Head, reference: KLReference
 ) -> tuple[Tensor, Tensor]:
-    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows, without
-    gradient, as `head_log_probs`; q is the reference's at the same temperature."""
+    """Return (log-prob [N], sum_v p(v) (log p(v) - log q(v)) [N]) of the plan's rows.
+
+    Without gradient, as `head_log_probs`; q is the reference's at the same temperature.
+    """
     with torch.no_grad():
         log_probs = targets_N.new_zeros(plan.num_counted, dtype=accumulation_dtype(hidden_LH.dtype))
         kl = torch.zeros_like(log_probs)
@@ -121,8 +125,9 @@ def fused_dapo_head(
 
     Backward hands out the gradient of hidden_LH: summed over the group, or with sequence
     parallelism this rank's slice. The gradient of the weight is added to weight.main_grad during
-    this call, if there is one (float32; zero it before, as is Megatron's convention); otherwise
-    backward hands it out too. Every rank of the group must call it with the same plan.
+    this call, if there is one. It is float32; zero it before, as is Megatron's convention.
+    Otherwise backward hands the gradient out too. Every rank of the group must call it with the
+    same plan.
 
     Args:
         hidden_LH: [L, H], this rank's rows in the plan's cut.
@@ -131,7 +136,7 @@ def fused_dapo_head(
         reference: for the KL over the whole vocabulary (use_full_kl); it gets no gradient.
 
     Raises:
-        TypeError: for a loss that is not a sum over tokens; a ratio of whole sequences needs
+        TypeError: for a loss other than a sum over tokens; a ratio of whole sequences needs
             `linear_logprob_entropy`.
         RuntimeError: without grad mode, or inside activation recompute, which would add the
             weight's gradient twice.
@@ -337,10 +342,11 @@ def _grad_weight_buffer(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 def _answer_for_weight(weight: Tensor, grad_weight: Tensor | None) -> Tensor:
     """Return backward's result for the weight.
 
-    If main_grad has the gradient already, Megatron expects a dummy that fires the hooks: zeros if
-    an embedding of the same weight adds its own gradient to it.
+    If main_grad has the gradient already, Megatron expects a dummy that fires the hooks. It is
+    zeros if an embedding of the same weight adds its own gradient to it.
     """
     if grad_weight is not None:
         return grad_weight.to(weight.dtype)
-    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010  Megatron's mark, of no tensor's type
+    # Megatron's mark, of no tensor's type
+    setattr(weight, "grad_added_to_main_grad", True)  # noqa: B010
     return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -1,9 +1,9 @@
 """Log-probability and entropy of given tokens under a linear head, composable with any loss, never
 holding the logits.
 
-The backward pass computes each chunk of logits again (8 N H V operations in all, against 6 of
-`fused_dapo_head`): the way for a loss that the fused head cannot take, and the oracle that it must
-equal.
+The backward pass computes each chunk of logits again: 8 N H V operations in all, against 6 of
+`fused_dapo_head`. This is the way for a loss that the fused head cannot take, and the oracle that
+it must equal.
 """
 
 import torch

@@ -15,8 +15,7 @@ from megatron_dapo.common.sizes import round_up
 from megatron_dapo.kernels.statistics import Merged, empty_share
 
 # Rows of a product are padded to a multiple of this. Below four rows a CPU's matrix library takes
-# another path, and the
-# last bits of a row's log-prob would depend on the number of rows beside it.
+# another path, and the last bits of a row's log-prob would depend on the number of rows beside it.
 _CPU_ROW_MULTIPLE = 8
 _CPU_ROW_BLOCK = 32  # rows that stay in a core's cache from one operation to the next
 

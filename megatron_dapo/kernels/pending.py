@@ -1,5 +1,7 @@
-"""Waits for our own collectives; in its own file, by which the watchdog recognizes a rank that
-waits for others."""
+"""Waits for our own collectives.
+
+By this file of its own the watchdog recognizes a rank that waits for others.
+"""
 
 import torch.distributed as dist
 

@@ -4,9 +4,8 @@ tuning.json.
 Nothing is tuned at run time: ranks with different choices would round differently. To add a size,
 measure it (benchmarks/) and write a row into the table.
 
-The row of a vocabulary (one rank's share) is the first one of its architecture whose
-`max_vocabulary` is large enough. Others get `default`, which works on every GPU since sm_80 and is
-not fast.
+The row of a vocabulary (one rank's share) is the first one of its architecture with a large enough
+`max_vocabulary`. Others get `default`, which works on every GPU since sm_80 and is not fast.
 """
 
 import functools

@@ -1,5 +1,7 @@
-"""Steps that all ranks end alike: every rank learns the results, or all raise the same error, and
-nobody waits for one that has failed."""
+"""Steps that all ranks end alike: with the results, or with the same error.
+
+Nobody waits for a failed rank.
+"""
 
 import copy
 import re
@@ -103,8 +105,8 @@ class Agreement:
         order.
 
         If fn raised on any rank, all ranks raise the same error: a SharedUserError with the
-        sentences of all UserErrors; else an error of the agreement's kind, unchanged; else a new
-        one that names step, ranks and hosts.
+        sentences of all UserErrors, if any. Else it is an error of the agreement's kind, unchanged;
+        else a new one with the names of step, ranks and hosts.
 
         Raises:
             MissingRanksError: if a rank does not come.
@@ -215,8 +217,10 @@ def _attempt(
 
 
 def describe(error: BaseException) -> str:
-    """Return an error on one line, in the operating system's words if an OSError caused it: torch
-    reports a full disk as a wrong position in a file."""
+    """Return an error on one line, in the operating system's words if an OSError caused it.
+
+    torch reports a full disk as a wrong position in a file.
+    """
     began: BaseException | None = error
     while began is not None and not isinstance(began, OSError):
         began = began.__cause__ or began.__context__

@@ -69,7 +69,7 @@ def _fork_cpu_generator(original: Callable) -> Callable:
 
 
 class _HostStream(torch.cpu.Stream):
-    """A stream whose work is done immediately."""
+    """A stream that does its work immediately."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         # torch's does nothing, Megatron waits for it
@@ -96,8 +96,7 @@ def _nothing_where_alone(original: Callable) -> Callable:
 
 
 def _one_group_of_the_same_ranks(original: Callable) -> Callable:
-    """Wrap initialize_model_parallel, which makes some twenty groups, so that equal groups are made
-    once."""
+    """Wrap initialize_model_parallel and its some twenty groups: equal groups are made once."""
 
     @functools.wraps(original)
     def initialize(*args, **kwargs):
@@ -222,14 +221,14 @@ def _import_megatron_without_compiling() -> None:
     def compile_nothing(fn: Callable | None = None, **options: Any) -> Callable:
         return fn if fn is not None else (lambda inner: inner)
 
-    torch.compile = compile_nothing  # type: ignore[assignment]  # the overloads of torch's say the same of both uses
+    # ignored: torch's overloads say the same of both uses
+    torch.compile = compile_nothing  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # SGLang's flash_mla is in the CUDA lock. Without libcuda its import raises OSError, but
-            # megatron-core tolerates only
-            # ImportError, which None produces.
-            sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # None: it cannot be imported
+            # megatron-core tolerates only ImportError; None makes the import raise that.
+            sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
             import megatron.core
             import megatron.core.jit
             import megatron.core.tensor_parallel.random  # the generators adapted below

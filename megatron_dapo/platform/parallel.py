@@ -71,8 +71,10 @@ class ParallelLayout:
 
     @property
     def segment_multiple(self) -> int:
-        """Return the number that the length of a packed segment must be a multiple of: with context
-        parallelism it is cut into 2 x cp chunks (models/context_parallel.py)."""
+        """Return the number that divides the length of every packed segment.
+
+        With context parallelism a segment is cut into 2 x cp chunks (models/context_parallel.py).
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
@@ -83,7 +85,7 @@ class ParallelLayout:
 
     @property
     def num_copies(self) -> int:
-        """Return how many ranks hold the same weights."""
+        """Return the number of ranks with the same weights."""
         return self.dp * self.cp
 
     @property
@@ -110,7 +112,7 @@ class ParallelLayout:
 
     @property
     def expert_dp(self) -> int:
-        """Return how many ranks hold the same experts, or the same part of them."""
+        """Return the number of ranks with the same experts, or the same part of them."""
         return self.tp * self.num_copies // (self.ep * self.etp)
 
     @property
@@ -118,8 +120,7 @@ class ParallelLayout:
         return self.stage_rank // (self.ep * self.etp)
 
     def place(self, *, of_expert: bool) -> tuple[int, int]:
-        """Return this rank's index among the ranks over which a weight may be cut, and their
-        number."""
+        """Return this rank's index among the ranks of a cut weight, and their number."""
         return (self.etp_rank, self.etp) if of_expert else (self.tp_rank, self.tp)
 
     @property

@@ -74,7 +74,7 @@ def import_error() -> str | None:
 
 
 def _loaded_files(name: str) -> tuple[str, ...]:
-    """Return the files loaded into this process whose names have this beginning."""
+    """Return the files loaded into this process with this beginning of their names."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
     return tuple(sorted(path for path in paths if Path(path).name.startswith(name)))

@@ -118,9 +118,10 @@ class RankStatus:
 
 
 def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
-    """Return the ranks for which the others wait: the ranks that do not answer; else, of the ranks
-    in the earliest phase, those outside a collective, or else with the fewest beats. Nobody if all
-    are alike.
+    """Return the ranks for which the others wait: the ranks that do not answer, if any.
+
+    Else they are of the ranks in the earliest phase: the ones outside a collective, or else with
+    the fewest beats. Nobody if all are alike.
 
     Args:
         places: of the ranks that answer.
@@ -219,7 +220,8 @@ class Watchdog:
         port, token = agreement.gather((leader_store.port, secrets.token_bytes(32)) if leader_store else None)[0]
         store = leader_store or stores.join_store(host, port, timeout)
         self._store = stores.SignedStore(store, token)
-        client = store.clone()  # type: ignore[attr-defined]  # of every store, and missing from torch's stubs
+        # ignored: a method of every store, missing from torch's stubs
+        client = store.clone()  # type: ignore[attr-defined]
         self._own_store = stores.SignedStore(client, token)  # a client answers one thread at a time
         if self._rank == 0:
             self._store.set("alarm", "")
@@ -424,7 +426,7 @@ def _flight_records() -> Iterator[tuple[str, bytes]]:
     """
     bindings = torch._C._distributed_c10d  # no public name leads there
     for recorder, name in (("nccl", "_dump_nccl_trace_json"), ("gloo", "_dump_fr_trace_json")):
-        # no call to the driver, which may be what hangs
+        # no call to the driver: it may be the cause
         used = recorder != "nccl" or torch.cuda.is_initialized()
         if used and (dump := getattr(bindings, name, None)):
             trace = dump()

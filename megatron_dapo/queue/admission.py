@@ -1,8 +1,9 @@
-"""Limits the prompts that may be drawn now. Pure: plain numbers in, plain numbers out.
+"""Limits the prompts to draw now. Pure: plain numbers in, plain numbers out.
 
-The trainer pushes its weights once per rollout step: before the first step version 0, or after a resume
-the number of the last step; after step s version s, also in the critic's warm-up. So servers hold version
-s - 1 when step s is asked for, and its tokens of version w are s - 1 - w versions old.
+The trainer pushes its weights once per rollout step. Before the first step it pushes version 0, or
+after a resume the number of the last step. After step s it pushes version s, also in the critic's
+warm-up. So servers hold version s - 1 when step s is asked for, and its tokens of version w have
+the age s - 1 - w.
 """
 
 import math
@@ -13,40 +14,46 @@ _NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs an
 def paced(
     *, num_steps: int, size: int, num_ready: int, num_open: int, version: int, max_staleness: int, total_steps: int
 ) -> bool:
-    """Return whether one more prompt may be drawn, so that no token gets older than max_staleness versions.
+    """Return whether one more prompt may be drawn: no token gets older than max_staleness versions.
 
-        num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
+        num_steps * size + num_ready + num_open
+            < min(version + 1 + max_staleness, total_steps) * size
 
     Args:
-        num_steps: number of the last step that was handed to the trainer.
+        num_steps: number of the last step handed to the trainer.
         size: groups per step (`data.train_batch_size`).
-        num_ready: groups with signal that wait; a batch that is closed short counts as `size` (`GroupQueue.num_ready`).
-        num_open: draws of which it is not decided yet whether they carry signal.
-        version: of the weights that all servers in use have confirmed; those of the next push come later.
-        max_staleness: the bound K. total_steps: of the run: nothing is drawn that no step would train on.
+        num_ready: waiting groups with signal; a batch closed short counts as `size`
+            (`GroupQueue.num_ready`).
+        num_open: draws without a decision about their signal yet.
+        version: of the weights confirmed by all servers in use; versions of the next push come
+            later.
+        max_staleness: the bound K.
+        total_steps: of the run: nothing is drawn that no step would train on.
 
-    The bound: steps take groups in the order of their draws, `size` each. So a prompt that is drawn now is at most
-    group number (version + 1 + K) * size, and is trained on in a step s <= version + 1 + K; a group that is dropped
-    only moves those behind it forward. None of its tokens is older than `version`: their age is s - 1 - version <= K.
-    The rule looks at the number of the step and not at totals of the run, so that it holds after a resume too.
+    The bound: steps take groups in the order of their draws, `size` each. So a prompt drawn now is
+    at most group number (version + 1 + K) * size, and is trained on in a step s <= version + 1 + K.
+    A dropped group only moves the groups behind it forward. None of the prompt's tokens is older
+    than `version`: their age is s - 1 - version <= K. The rule looks at the number of the step and
+    not at totals of the run, so that it holds after a resume too.
 
-    No deadlock: while the trainer waits for step num_steps + 1 <= total_steps it has pushed version num_steps, so that
-    the right side is at least (num_steps + 1) * size, and a prompt may be drawn as long as ready and open groups do not
-    fill the step.
+    No deadlock: the trainer waits for step num_steps + 1 <= total_steps after a push of version
+    num_steps. So the right side is at least (num_steps + 1) * size. A prompt may be drawn as long
+    as ready and open groups do not fill the step.
     """
     return num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
 
 
 def wave_size(*, size: int, num_ready: int, gen_batch_size: int, acceptance: float) -> int:
-    """Return the number of prompts to draw at once for a step, with `max_staleness` 0 and nothing open.
+    """Return the number of prompts to draw at once for a step.
 
-    The smallest number that gives the missing groups even 1.5 standard deviations (binomial) below its
-    mean, at most gen_batch_size. Another wave for a few groups takes as long as the longest response of
-    this one; some more prompts cost little.
+    Only with `max_staleness` 0 and nothing open. It is the smallest number that gives the missing
+    groups even 1.5 standard deviations (binomial) below its mean, at most gen_batch_size. Another
+    wave for a few groups takes the time of this one's longest response; some more prompts cost
+    little.
 
     Args:
         size: groups per step.
-        num_ready: groups that the step has.
+        num_ready: the step's groups so far.
         gen_batch_size: the most draws at once.
         acceptance: share of groups with signal, 0 to 1; 0 = none was seen yet.
 

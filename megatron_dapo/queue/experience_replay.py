@@ -1,7 +1,7 @@
-"""Experience replay: groups borrow a correct trajectory of earlier steps (ExGRPO, arXiv 2510.02245).
+"""Experience replay (ExGRPO, arXiv 2510.02245): groups borrow correct earlier trajectories.
 
-Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py), which
-trains on the dumped batches of a run again; they may hold samples replayed by this module.
+Pure: no servers, no clock, no files. Not to be confused with `trainer.replay` (batch_replay.py),
+which trains on the dumped batches of a run again; they may hold samples replayed by this module.
 """
 
 import math
@@ -20,12 +20,12 @@ from megatron_dapo.queue.plain_data import sample_from_plain, sample_to_plain
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """A generated group, as the pool keeps it until its step ends."""
+    """A generated group, kept by the pool until its step ends."""
 
     prompt: int  # its index
     num_right: int  # right responses
     is_solved: bool  # all responses were right
-    experiences: tuple[Sample, ...]  # right responses that may be replayed; none if it is solved
+    experiences: tuple[Sample, ...]  # right responses for replay; none if it is solved
 
     @classmethod
     def of(cls, group: Group) -> "RecordedGroup":
@@ -55,14 +55,15 @@ def mean_entropy(sample: Sample) -> float:
 
 
 class ExperiencePool:
-    """Experiences by prompt: correct trajectories with their server's log-probs and weight versions.
+    """Experiences by prompt: correct trajectories with log-probs and weight versions.
 
-    A prompt is retired for good once all responses of one of its groups were right. At a bound the oldest
-    experience leaves first. Draws depend on the seed and the recorded groups alone.
+    Both are of the trajectory's server. A prompt is retired for good once all responses of one of
+    its groups were right. At a bound the oldest experience leaves first. Draws depend only on the
+    seed and the recorded groups.
     """
 
     def __init__(self, keys: ExperienceReplayConfig, group_size: int, seed: int) -> None:
-        """group_size: responses per prompt, the replayed one included."""
+        """Begin with an empty pool. group_size: responses per prompt, the replayed one included."""
         self._keys = keys
         self._group_size = group_size
         self._seed = seed
@@ -72,8 +73,10 @@ class ExperiencePool:
         self._num_tokens = 0
         self._experiences: dict[int, Sample] = {}  # by number, in the order recorded
         self._prompt_of: dict[int, int] = {}  # number of an experience -> its prompt
-        self._entropy_of: dict[int, float] = {}  # number of an experience -> its mean entropy, once it was asked for
-        self._of_prompt: dict[int, list[int]] = {}  # prompt -> numbers of its experiences, in the order recorded
+        # number of an experience -> its mean entropy, once it was asked for
+        self._entropy_of: dict[int, float] = {}
+        # prompt -> numbers of its experiences, in the order recorded
+        self._of_prompt: dict[int, list[int]] = {}
         self._num_right: dict[int, int] = {}  # prompt in the pool -> successes in its last group
         self._retired: set[int] = set()
         self._drawn: set[int] = set()  # prompts, in the step under way
@@ -84,7 +87,8 @@ class ExperiencePool:
     def record(self, groups: Sequence[Group]) -> None:
         """Take in groups of the step under way; nothing of them is drawn before it ends.
 
-        Only fresh samples decide whether replay begins; replayed ones count as successes of their group.
+        Only fresh samples decide whether replay begins; replayed ones count as successes of their
+        group.
         """
         fresh = [sample for group in groups for sample in group.samples if not sample.exp_mask]
         self._num_fresh += len(fresh)
@@ -94,7 +98,7 @@ class ExperiencePool:
     def end_step(self, dealt_later: Collection[int] = ()) -> None:
         """Take the step's recorded groups into the pool, for the next step.
 
-        dealt_later: drawn prompts whose groups are generated in the next step; it does not draw them again.
+        dealt_later: drawn prompts of the next step's groups; it does not draw them again.
         """
         if self._num_fresh and self._num_fresh_right >= self._keys.replay_start_ratio * self._num_fresh:
             self._begun = True
@@ -105,7 +109,7 @@ class ExperiencePool:
         self.forget_step(dealt_later)
 
     def forget_step(self, dealt_later: Collection[int] = ()) -> None:
-        """Forget the records and draws of the step under way: it begins anew, with earlier draws."""
+        """Forget the records and draws of the step under way; it begins anew with earlier draws."""
         self._num_fresh = 0
         self._num_fresh_right = 0
         self._recorded = []
@@ -118,12 +122,13 @@ class ExperiencePool:
     def draw(self, gen_batch_size: int) -> list[tuple[int, Sample]]:
         """Return (prompt, experience) for each prompt to be replayed in the next gen batch.
 
-        None before replay begins; fewer than `exp_ratio` from a small pool. No prompt comes twice in a
-        step, which ends with `end_step`: else a small pool would fill a step with the same trajectories.
+        None before replay begins; fewer than `exp_ratio` from a small pool. No prompt comes twice
+        in a step, ended by `end_step`: else a small pool would fill a step with the same
+        trajectories.
 
-        First a bucket of prompts with k successes is chosen, with the density at k of a normal
-        distribution around half the group size with deviation 1; then a prompt of it, uniformly; then its
-        experience of least entropy.
+        First a bucket of prompts with k successes is chosen. Its weight is the density at k of a
+        normal distribution around half the group size with deviation 1. Then comes a prompt of it,
+        uniformly, then the prompt's experience of least entropy.
         """
         if not self._begun:
             return []
@@ -131,7 +136,8 @@ class ExperiencePool:
         buckets = self._buckets()
         self._num_draws += 1
         chosen: list[int] = []
-        num_replayed = math.floor(self._keys.exp_ratio * gen_batch_size + 1e-9)  # 0.29 * 100 is 28.999...
+        # 0.29 * 100 is 28.999...
+        num_replayed = math.floor(self._keys.exp_ratio * gen_batch_size + 1e-9)
         while buckets and len(chosen) < num_replayed:
             (num_right,) = draw.choices(list(buckets), self._weights(buckets))
             prompts = buckets[num_right]
@@ -219,7 +225,7 @@ class ExperiencePool:
             self._num_right.pop(prompt, None)
 
     def _buckets(self) -> dict[int, list[int]]:
-        """Return successes -> prompts that can be drawn, both in an order that a loaded pool has too."""
+        """Return successes -> prompts to draw from, both in an order kept by a loaded pool."""
         buckets: dict[int, list[int]] = {}
         for prompt, num_right in sorted(self._num_right.items()):
             if prompt not in self._drawn:
@@ -227,7 +233,7 @@ class ExperiencePool:
         return dict(sorted(buckets.items()))
 
     def _weights(self, buckets: Mapping[int, Sequence[int]]) -> list[float]:
-        """Return densities relative to the best bucket's, since all may underflow in large groups."""
+        """Return densities relative to the best bucket's: all may underflow in large groups."""
         squares = [(num_right - self._group_size / 2) ** 2 for num_right in buckets]
         return [math.exp((min(squares) - square) / 2) for square in squares]
 
@@ -248,7 +254,10 @@ def make_pool(config: Config) -> ExperiencePool | None:
 
 
 def replay_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return the number of groups with a replayed sample, and the samples' mean age in weight versions."""
+    """Return the number of groups with a replayed sample, and these samples' mean age.
+
+    The age is in weight versions.
+    """
     samples = [sample for group in groups for sample in group.samples if sample.exp_mask]
     ages = [weight_version - int(sample.weight_versions.min()) for sample in samples]
     mean = {"replay/age_mean": sum(ages) / len(ages)} if ages else {}

@@ -1,4 +1,4 @@
-"""The rules that tell whether a group carries signal, by the config's names; and the queue with them."""
+"""The rules for a group's signal, by the config's names; and the queue with them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +16,8 @@ def _all_incorrect(correct: Sequence[bool]) -> str | None:
     return None if any(correct) else "all_incorrect"
 
 
-# Modes that read the raw correctness of a group's responses -> the reason to drop it, or None to keep it. Not the
-# shaped reward: there an all-wrong group of different lengths would pass.
+# Modes by the raw correctness of a group's responses -> the reason to drop it, or None to keep it.
+# Not by the shaped reward: there an all-wrong group of different lengths would pass.
 FILTER_MODES: dict[str, Callable[[Sequence[bool]], str | None]] = {
     "strict": lambda correct: _all_correct(correct) or _all_incorrect(correct),
     "remove_all_correct": _all_correct,
@@ -25,10 +25,11 @@ FILTER_MODES: dict[str, Callable[[Sequence[bool]], str | None]] = {
     "none": lambda correct: None,
 }
 
-# The other modes, metrics under verl's names -> the field of a sample that a group must differ in. The final reward is
-# what the reward function and shaping give, as in DAPO's pipeline: groups are chosen by it, and only then scored by the
-# reference, whose KL enters the advantages. verl subtracts the KL first: once the policy has moved, two responses have
-# equal rewards only if they are the same token for token, so that nothing is filtered.
+# The other modes, metrics under verl's names -> the field of a sample that must differ in a group.
+# The final reward is the result of the reward function and shaping, as in DAPO's pipeline. Groups
+# are chosen by it, and only then scored by the reference, for the KL in the advantages. verl
+# subtracts the KL first. Once the policy has moved, two responses then have equal rewards only if
+# they are the same token for token, so nothing is filtered.
 FILTER_METRICS: dict[str, str] = {
     "acc": "correct",  # by the verifier
     "score": "raw_reward",  # of the verifier, before shaping
@@ -40,8 +41,8 @@ FILTER_METRICS: dict[str, str] = {
 def has_spread(values: Sequence[float]) -> bool:
     """Return whether a group's metric has a standard deviation above 0.
 
-    A group of one always passes, as in verl. Values are compared, since the computed deviation of equal
-    numbers can differ from 0 by rounding.
+    A group of one always passes, as in verl. Values are compared, since the computed deviation of
+    equal numbers can differ from 0 by rounding.
     """
     return len(values) == 1 or any(value != values[0] for value in values)
 
@@ -52,13 +53,19 @@ def by_correctness(mode: str) -> FilterReason:
 
 
 def by_spread(metric: str) -> FilterReason:
-    """Return the rule of a metric of FILTER_METRICS; its reason is uniform: the metric's deviation is 0."""
+    """Return the rule of a metric of FILTER_METRICS.
+
+    Its reason is uniform: the metric's deviation is 0.
+    """
     name = FILTER_METRICS[metric]
     return lambda samples: None if has_spread([getattr(sample, name) for sample in samples]) else "uniform"
 
 
 def make_queue(config: Config) -> GroupQueue:
-    """Return the queue of the config; without dynamic sampling one gen batch, of which nothing is dropped."""
+    """Return the queue of the config.
+
+    Without dynamic sampling it takes one gen batch and drops nothing.
+    """
     sampling = config.algorithm.dynamic_sampling
     size = config.data.train_batch_size
     limits = QueueLimits(

@@ -1,7 +1,8 @@
 """The queue of groups between sampling and training: draws in their order, and batches of them.
 
-Pure: no servers, no clock, no files. At any time every drawn prompt is in exactly one place (`Account`):
-handed out, filtered, discarded, ready or open. Groups that left the queue are only counted.
+Pure: no servers, no clock, no files. At any time every drawn prompt is in exactly one place
+(`Account`): handed out, filtered, discarded, ready or open. Groups that left the queue are only
+counted.
 """
 
 from collections import Counter
@@ -16,7 +17,7 @@ from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group
 from megatron_dapo.queue.step_statistics import RolloutStep
 
 FilterReason = Callable[[Sequence[Sample]], str | None]
-"""A group's samples -> why it has no signal; None if it has."""
+"""A group's samples -> the reason for its lack of signal; None with signal."""
 
 _MEMORY = 0.75  # weight of a step in the acceptance, relative to the step after it
 
@@ -25,8 +26,8 @@ _MEMORY = 0.75  # weight of a step in the acceptance, relative to the step after
 class QueueLimits:
     """Sizes and rules of a `GroupQueue`.
 
-    A record of its own, not a config section: the rules come from four sections, of which two exclude
-    each other (`make_queue`), and the plan simulates a queue without a config.
+    A record of its own, not a config section: the rules come from four sections, two of them
+    exclusive (`make_queue`). Besides, the plan simulates a queue without a config.
     """
 
     train_batch_size: int  # groups per step
@@ -34,12 +35,13 @@ class QueueLimits:
     max_num_gen_batches: int = 1  # of a step; 0 or less = no limit
     on_exhausted: str = "raise"  # at that limit: or "train_partial"
     masks: bool = False  # groups without signal stay in the step, marked, instead of being dropped
-    max_staleness: int = 0  # weight versions between a group's oldest new token and the step that trains on it
+    # weight versions between a group's oldest new token and its training step
+    max_staleness: int = 0
     total_steps: int = 1 << 62  # of the run
 
     @property
     def max_draws(self) -> int:
-        """Return the most draws that one batch may take."""
+        """Return the most draws of one batch."""
         return self.max_num_gen_batches * self.gen_batch_size if self.max_num_gen_batches > 0 else 1 << 62
 
 
@@ -50,7 +52,7 @@ class Account:
     num_drawn: int
     num_handed: int  # to the trainer
     num_filtered: int  # dropped without signal
-    num_discarded: int  # too old, or more than a step needs
+    num_discarded: int  # too old, or beyond a step's need
     num_ready: int  # with signal, waiting for their step
     num_open: int  # not decided yet
 
@@ -62,19 +64,20 @@ class Account:
 
 
 class GroupQueue:
-    """Draws, and the batches of groups that they make.
+    """Draws, and the batches made of their groups.
 
     `draw` -> `add_sample` for each response -> `add_finished` -> `decide` -> `take` once a step
-    `is_ready`; `begin` names the step that is asked for, and its weights.
+    `is_ready`; `begin` names the current step and its weights.
 
     Groups are decided on in the order of the draws: the order of answers has no effect on training.
-    Groups with signal make batches of `train_batch_size`, one after the other. A batch that took
-    `max_draws` draws and is not full is exhausted: `on_exhausted` hands it out as it is, or ends the run.
+    Groups with signal make batches of `train_batch_size`, one after the other. A batch short of
+    groups after `max_draws` draws is exhausted: `on_exhausted` hands it out as it is, or ends the
+    run.
 
-    Each step is one weight version later than the last. With `max_staleness` 0 a step trains the weights
-    that wrote it: prompts are drawn in waves, and surplus groups are discarded when the step ends, the
-    last draws first. Above 0 prompts are drawn one by one as `admission.paced` allows, and nothing is
-    discarded.
+    Each step is one weight version later than the last. With `max_staleness` 0 a step trains the
+    weights that wrote it: prompts are drawn in waves, and surplus groups are discarded when the
+    step ends, the last draws first. Above 0 prompts are drawn one by one as `admission.paced`
+    allows, and nothing is discarded.
     """
 
     def __init__(self, limits: QueueLimits, filter_reason: FilterReason) -> None:
@@ -83,16 +86,19 @@ class GroupQueue:
         self._num_drawn = 0
         self._gone: Counter[str] = Counter()  # handed | filtered | discarded -> groups, in the run
         self._batches: list[list[Group]] = []  # full or exhausted
-        self._kept: list[Group] = []  # of the batch that is being filled
+        self._kept: list[Group] = []  # of the batch being filled
         self._num_draws_used = 0  # by that batch
-        self._open: dict[str, Group] = {}  # uid -> group with its samples so far, in the order drawn
-        self._finished: set[str] = set()  # uids of open groups that have all their samples
-        self._steps: list[RolloutStep] = []  # the step that is asked for, and those filled ahead of it
-        self._weight_version = 0  # of the step that is asked for
-        self._num_steps: int | None = None  # number of the last step handed out; None before `begin`
-        self._num_recent = [0.0, 0.0]  # groups with signal, and groups decided: sums over steps that fade
+        # uid -> group with its samples so far, in the order drawn
+        self._open: dict[str, Group] = {}
+        self._finished: set[str] = set()  # uids of open groups with all their samples
+        self._steps: list[RolloutStep] = []  # the current step, and the steps filled ahead of it
+        self._weight_version = 0  # of the current step
+        # number of the last step handed out; None before `begin`
+        self._num_steps: int | None = None
+        # groups with signal, and groups decided: sums over steps that fade
+        self._num_recent = [0.0, 0.0]
 
-    # ------------------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------------ contents
 
     @property
     def num_ready(self) -> int:
@@ -101,12 +107,12 @@ class GroupQueue:
 
     @property
     def num_open(self) -> int:
-        """Return the number of draws that are not decided on."""
+        """Return the number of draws not decided on."""
         return len(self._open)
 
     @property
     def num_groups_wanted(self) -> int:
-        """Return the number of groups that the next step lacks; open ones do not count."""
+        """Return the number of groups lacking in the next step; open ones do not count."""
         return 0 if self._batches else self.limits.train_batch_size - len(self._kept)
 
     @property
@@ -118,7 +124,7 @@ class GroupQueue:
     def acceptance(self) -> float:
         """Return the share of groups with signal in the last few steps.
 
-        Before the first decision: the share with which one gen batch fills a step.
+        Before the first decision: the share for one gen batch to fill a step.
         """
         num_kept, num_decided = self._num_recent
         first = min(self.limits.train_batch_size / self.limits.gen_batch_size, 1.0)
@@ -138,7 +144,7 @@ class GroupQueue:
 
     @property
     def num_unfinished(self) -> int:
-        """Return the number of open groups that lack samples."""
+        """Return the number of open groups with samples missing."""
         return len(self._open) - len(self._finished)
 
     @property
@@ -150,12 +156,12 @@ class GroupQueue:
         """Return whether the open group has all its samples."""
         return uid in self._finished
 
-    # ------------------------------------------------------------------------------------------------ what is allowed
+    # ----------------------------------------------------------------------------------- admission
 
     def may_start(self, position: int, weight_version: int) -> bool:
-        """Return whether the open group at this position may be sampled by weight_version (`admission.paced`).
+        """Return whether weight_version may sample the open group at this position.
 
-        Also for a draw that would get the position.
+        The rule is `admission.paced`. It also holds for a draw at the position.
         """
         return self._num_steps is not None and admission.paced(
             num_steps=self._num_steps,
@@ -179,12 +185,12 @@ class GroupQueue:
         )
         return min(size, self.limits.max_draws - self._num_draws_used)
 
-    # ------------------------------------------------------------------------------------------------ draws
+    # ---------------------------------------------------------------------------------------- draws
 
     def draw(self, prompt: Prompt, weight_version: int, replayed: Sample | None = None) -> Group:
         """Open a group for a drawn prompt and return it.
 
-        weight_version: of the servers. replayed: a trajectory that the group borrows.
+        weight_version: of the servers. replayed: a trajectory borrowed by the group.
         """
         uid = f"{self._num_drawn:08d}-{prompt.index}"
         samples = (replace(replayed, uid=uid, exp_mask=True, number=0),) if replayed else ()
@@ -195,8 +201,8 @@ class GroupQueue:
     def renew(self, uid: str, weight_version: int) -> Group:
         """Hand out an open group to be sampled, with its partial responses.
 
-        A group that would be too old for its step begins anew with weight_version; a state saved with a
-        larger `max_staleness` may hold such groups.
+        A group too old for its step begins anew with weight_version. A state saved with a larger
+        `max_staleness` may hold such groups.
         """
         group = self._open[uid]
         assert self._num_steps is not None, "begin() comes first"
@@ -208,7 +214,7 @@ class GroupQueue:
         return group
 
     def add_partial(self, uid: str, partial: PartialResponse) -> None:
-        """Take in an unfinished response of an open group whose sampling ended."""
+        """Take in an unfinished response of an open group after the end of its sampling."""
         group = self._open[uid]
         self._open[uid] = replace(group, partials=(*group.partials, partial))
 
@@ -231,15 +237,16 @@ class GroupQueue:
 
     @property
     def finished_head(self) -> list[Group]:
-        """Return the groups that `decide` would decide on, in the order drawn."""
+        """Return the groups due in `decide`, in the order drawn."""
         if self._is_exhausted or (self.limits.max_staleness == 0 and self.num_unfinished):
             return []
         return list(takewhile(lambda group: group.uid in self._finished, self._open.values()))
 
     def decide(self) -> list[Group]:
-        """Decide on the finished groups at the head of the draws; with `max_staleness` 0 on finished waves.
+        """Decide on the finished groups at the head of the draws.
 
-        Returns them in the order drawn, and keeps no dropped ones.
+        With `max_staleness` 0 only finished waves are decided on. Returns the groups in the order
+        drawn, and keeps no dropped ones.
         """
         decided: list[Group] = []
         for group in self.finished_head:
@@ -275,7 +282,7 @@ class GroupQueue:
         self._kept = []
         self._num_draws_used = 0
 
-    # ------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     @property
     def _step(self) -> RolloutStep:
@@ -283,9 +290,9 @@ class GroupQueue:
         return self._steps[0]
 
     def _step_of_decisions(self) -> RolloutStep:
-        """Return the step of the batch that is being filled; it counts the next decision.
+        """Return the step of the batch being filled; it counts the next decision.
 
-        With `max_staleness` 0 it is the step that is asked for, whatever the surplus of its wave.
+        With `max_staleness` 0 it is the current step, at any surplus of its wave.
         """
         index = len(self._batches) if self.limits.max_staleness else 0
         while len(self._steps) <= index:
@@ -295,7 +302,7 @@ class GroupQueue:
     def begin(self, step: int, weight_version: int) -> None:
         """Ask for a step, with its weights; called again after a push.
 
-        Groups of a saved state that are too old for it are discarded. With `max_staleness` 0 so are open
+        Groups of a saved state too old for it are discarded. With `max_staleness` 0 so are open
         draws of a run that was further ahead: all if the step is ready, else those beyond a wave.
         """
         if not self._steps or self._step.number != step:
@@ -311,11 +318,12 @@ class GroupQueue:
     def is_ready(self) -> bool:
         """Return whether the step can be taken.
 
-        Raises UserError at `max_num_gen_batches` if `on_exhausted` is raise, or without a single group.
+        Raises UserError at `max_num_gen_batches` if `on_exhausted` is raise, or without a single
+        group.
         """
         if self._is_exhausted and not self._batches:
             message = self._exhausted()
-            self._num_draws_used = 0  # a run that is started again has all of them again
+            self._num_draws_used = 0  # a restarted run has all of them again
             raise UserError(message)
         return bool(self._batches) and (self.limits.max_staleness > 0 or not self._open)
 
@@ -380,15 +388,15 @@ class GroupQueue:
         self._finished = set(finished)
         self._open = {plain["uid"]: finished.get(plain["uid"]) or draw_from_plain(plain) for plain in state["open"]}
 
-    # ------------------------------------------------------------------------------------------------ inside
+    # --------------------------------------------------------------------------------------- inside
 
     @property
     def _num_places_taken(self) -> int:
-        """Return the most places in steps that the ready groups take.
+        """Return the most places in steps for the ready groups.
 
-        A batch that may be handed out short takes `train_batch_size`. Without further signal the batch
-        that is being filled ends after its remaining draws, each of which may be such a place. So no short
-        step makes a group older than it may be.
+        A batch that may be handed out short takes `train_batch_size`. Without further signal the
+        batch being filled ends after its remaining draws, each of them such a place. So no short
+        step makes a group older than allowed.
         """
         size = self.limits.train_batch_size
         num_draws_left = self.limits.max_draws - self._num_draws_used
@@ -403,12 +411,15 @@ class GroupQueue:
         return {uid: _without_samples(group, group.version) for uid, group in self._open.items()}
 
     def _is_fresh(self, group: Group) -> bool:
-        """Return whether the step may train on the group. Its draw mostly tells, without a look at tokens."""
+        """Return whether the step may train on the group.
+
+        Its draw mostly tells, without its tokens.
+        """
         oldest = self._weight_version - self.limits.max_staleness
         return group.version >= oldest or staleness(group, self._weight_version) <= self.limits.max_staleness
 
     def _discard_stale(self) -> None:
-        """Discard ready groups that are too old for the step; have finished ones sampled anew."""
+        """Discard ready groups too old for the step; have finished ones sampled anew."""
         for uid in [uid for uid in self._finished if not self._is_fresh(self._open[uid])]:
             self._finished.remove(uid)
             self._open[uid] = _without_samples(self._open[uid], self._weight_version)
@@ -453,7 +464,10 @@ class GroupQueue:
 
 
 def staleness(group: Group, weight_version: int) -> int:
-    """Return the versions between the group's oldest new token and weight_version. Replayed samples are not new."""
+    """Return the versions between the group's oldest new token and weight_version.
+
+    Replayed samples are not new.
+    """
     new = (sample.weight_versions for sample in group.samples if not sample.exp_mask)
     return weight_version - min((int(versions.min()) for versions in new if len(versions)), default=weight_version)
 

@@ -1,6 +1,7 @@
-"""Groups as plain data and back, for states and files: dicts, lists, tuples, numbers, strings, arrays per token.
+"""Groups as plain data and back, for states and files.
 
-Lists of a file become arrays.
+Plain data are dicts, lists, tuples, numbers, strings and arrays per token. Lists of a file become
+arrays.
 """
 
 from megatron_dapo.data.routed_experts import from_text
@@ -51,7 +52,10 @@ def group_to_plain(group: Group) -> dict:
 
 
 def group_from_plain(plain: dict) -> Group:
-    """Return the group of `group_to_plain`. Raises ValueError naming a sample with impossible values."""
+    """Return the group of `group_to_plain`.
+
+    Raises ValueError naming a sample with impossible values.
+    """
     samples = []
     for number, sample in enumerate(plain["samples"], 1):
         try:

@@ -18,9 +18,10 @@ _COUNTS: dict[str, Callable[[Sample], int]] = {
     "reward/num_crashes": lambda sample: _failed(sample, "crash"),
     "reward/num_exceptions": lambda sample: _failed(sample, "exception"),
     "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
-    "rollout/num_tokens": lambda sample: sample.num_written_tokens,  # an environment's tokens cost no sampling
+    # an environment's tokens cost no sampling
+    "rollout/num_tokens": lambda sample: sample.num_written_tokens,
 }
-# metric -> a generated sample's value, for a mean; None = the sample does not count
+# metric -> a generated sample's value, for a mean; None leaves the sample out
 _MEANS: dict[str, Callable[[Sample], float | None]] = {
     "dapo/truncation_ratio": lambda sample: sample.is_truncated,
     "dapo/avg_truncation_penalty_applied": lambda sample: (
@@ -45,7 +46,8 @@ _MEANS_BY_SOURCE: dict[str, Callable[[Sample], float]] = {
     "data/SOURCE/response_length": lambda sample: sample.num_response_tokens,
     "data/SOURCE/truncation_ratio": lambda sample: sample.is_truncated,
 }
-_NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filtered", "num", "num_errors"  # of a source
+# of a source
+_NUM_GROUPS, _NUM_FILTERED, _NUM_SAMPLES, _NUM_ERRORS = "num_groups", "num_filtered", "num", "num_errors"
 
 
 class StepStatistics:
@@ -59,7 +61,8 @@ class StepStatistics:
         self._sums: dict[str, float] = {}  # metric -> sum over the samples
         self._num_values: dict[str, int] = {}  # metric -> values in the sum, of means
         self._lengths: list[int] = []  # shortest and longest response
-        self._sources: dict[str, dict[str, float]] = {}  # data source -> counts, and sums of _MEANS_BY_SOURCE
+        # data source -> counts, and sums of _MEANS_BY_SOURCE
+        self._sources: dict[str, dict[str, float]] = {}
 
     @property
     def num_samples(self) -> int:
@@ -143,25 +146,26 @@ class StepStatistics:
 
 @dataclass
 class RolloutStep:
-    """One rollout step: counts of the decisions for its batch and, after `GroupQueue.take`, its groups."""
+    """One rollout step: counts of its batch's decisions, and its groups after `GroupQueue.take`."""
 
     number: int  # from 1
     num_gen_batches: float = 0.0  # prompts decided on, in gen batches
     num_ready: int | None = None  # waiting groups when the step was asked for; None before
     num_filtered_samples: int = 0  # dropped or masked
-    num_discarded: int = 0  # groups that are too old, or would be in the next step
+    num_discarded: int = 0  # groups too old now, or in the next step
     filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
-    generated: StepStatistics = field(default_factory=StepStatistics)  # of all groups decided, kept or not
-    groups: tuple[Group, ...] = ()  # to train on, in the order in which their prompts were drawn
+    # of all groups decided, kept or not
+    generated: StepStatistics = field(default_factory=StepStatistics)
+    groups: tuple[Group, ...] = ()  # to train on, in the order of their prompts' draws
 
     def state_dict(self) -> dict:
-        """Return plain data. A step that is being filled has no groups: they are the queue's."""
+        """Return plain data. The groups of a step being filled are the queue's."""
         counts = {name: value for name, value in vars(self).items() if name != "groups"}
         return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
 
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
-        """Return the step that `state_dict` described."""
+        """Return the step described by `state_dict`."""
         generated = StepStatistics()
         generated.load_state_dict(state["generated"])
         return cls(**{**state, "filtered": Counter(state["filtered"]), "generated": generated})

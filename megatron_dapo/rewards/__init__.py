@@ -1,3 +1,4 @@
-"""Rewards: verifiers by name, custom functions by import path, the pool of killable processes that
-runs them,
-and overlong reward shaping."""
+"""Rewards: verifiers by name, custom functions by import path, overlong reward shaping.
+
+A pool of killable processes runs the functions.
+"""

@@ -11,7 +11,7 @@ _ANSWER_LINE = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 _READ_CHARS = 2000  # characters of a response, for its vote if the reward function names no answer
-# the longest answer, and the end of a response that is taken for an unmarked answer
+# the longest answer, and the length of a response's end taken for an unmarked answer
 ANSWER_CHARS = 200
 
 _DISPLAYS = (("\\[", "\\]"), ("$$", "$$"))

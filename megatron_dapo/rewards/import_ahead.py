@@ -11,10 +11,10 @@ _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def import_ahead(path: str) -> None:
-    """Import the modules that the calls of `package.module:name` will import: of that function or
-    class, and of the definitions it uses in its module.
+    """Import the modules that the calls of `package.module:name` will import.
 
-    Failed imports are left to the call, which may not need them.
+    They are those of that function or class, and of the definitions it uses in its module. Failed
+    imports are left to the call, which may not need them.
     """
     module_name, _, name = path.partition(":")
     with suppress(OSError, TypeError, SyntaxError):  # no source to read
@@ -27,8 +27,7 @@ def import_ahead(path: str) -> None:
 
 
 def _used_definitions(tree: ast.Module, name: str) -> list[_Definition]:
-    """Return the definition of that name and, recursively, those of the module whose names it
-    mentions."""
+    """Return the definition of that name and, recursively, the module's definitions used by it."""
     known = {node.name: node for node in tree.body if isinstance(node, _Definition)}
     used: dict[str, _Definition] = {}
     to_do = [name]

@@ -59,7 +59,7 @@ class RewardPool:
             max_concurrency: running calls of a coroutine, in all processes together.
             batch_size: the most responses per call of a function that takes a batch.
             seed: seeds, with the responses, Python's and numpy's random generators before each call
-                of a function that is no coroutine.
+                of a plain function, not of a coroutine.
         """
         self._function = function
         self._kwargs = kwargs

@@ -73,7 +73,7 @@ def check_reward(function: str, kwargs: dict[str, Any], data_sources: Iterable[s
 
 
 def check_ground_truths(function: str, prompts: Iterable[Prompt]) -> None:
-    """Raise UserError for prompts scored by `code_tests` whose ground truth holds no tests."""
+    """Raise UserError for prompts scored by `code_tests` without tests in their ground truth."""
     faults = []
     for prompt in prompts:
         if function_name(function, prompt.data_source) == "code_tests":
@@ -176,7 +176,7 @@ def score_responses(function: str, kwargs: dict[str, Any], requests: Sequence[Re
 async def score_responses_async(
     function: str, kwargs: dict[str, Any], requests: Sequence[RewardRequest]
 ) -> list[RewardResult]:
-    """Await a function that is a coroutine; else like `score_responses`."""
+    """Await a coroutine function; else do as `score_responses`."""
     call = load(function)
     scored = form_of(call).scored
     returned = await call(*arguments_of(scored, requests), **kwargs)

@@ -15,7 +15,7 @@ class Scorer(Protocol):
     """Gives responses a score."""
 
     async def start(self, timeout_s: float) -> None:
-        """Get ready. Raises UserError if that is not possible within timeout_s."""
+        """Get ready. Raises UserError if it takes longer than timeout_s."""
         ...
 
     async def reply(self, prompt: Prompt, response: str) -> dict[str, Any]:

@@ -19,10 +19,11 @@ TRUNCATION_MODES: dict[str, Callable[[float, float], float]] = {
 
 
 def overlong_penalty(num_tokens: int, expected_len: int, buffer_len: int, penalty_factor: float) -> float:
-    """Return 0 up to expected_len, then linear to -penalty_factor at expected_len + buffer_len, and
-    that beyond.
+    """Return the penalty of a response's length, from 0 to -penalty_factor.
 
-    DAPO (arXiv 2503.14476) eq. 13, where expected_len = max_response_length - buffer_len.
+    It is 0 up to expected_len, then linear up to expected_len + buffer_len, then -penalty_factor.
+
+    DAPO (arXiv 2503.14476) eq. 13, with expected_len = max_response_length - buffer_len and
     buffer_len > 0.
     """
     excess = min(max(num_tokens - expected_len, 0), buffer_len)

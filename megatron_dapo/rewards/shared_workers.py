@@ -36,8 +36,8 @@ class SharedWorkers:
         """Return the reply of the worker with the fewest requests.
 
         A lost worker takes all its requests with it, and any of them may be the cause. They are
-        repeated in one worker, half as many at once after each loss. The request that is left as
-        the only one is the cause.
+        repeated in one worker, in half the number at once after each loss. The last request left is
+        the cause.
 
         Raises:
             TimeoutError: past the limit.

@@ -51,8 +51,7 @@ _TOO_EXPENSIVE = re.compile(
 _SEVERAL_NUMBERS = re.compile(r"-?\d+(?:\s+-?\d+)+")  # math-verify adds them up
 # math-verify takes one of its numbers
 _LIST_WITH_DOTS = re.compile(r"\d\s*,\s*(?:\\[lc]?dots|\.{3}|\u2026)")
-# letters that are no command, function or "or": a sentence, of which math-verify would take the
-# number
+# letters outside commands, functions and "or": a sentence; math-verify would take its number
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|or|and)\b)[A-Za-z]{2,}")
 # invisible; math-verify reads the empty set
 _EMPTY_GROUP = re.compile(r"(?<![\\A-Za-z}])\{(?:\s|\{\s*\})*\}")

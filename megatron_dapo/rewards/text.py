@@ -18,7 +18,7 @@ def math_dapo(
     2503.14476).
 
     The last `Answer: ...` line of the response's last 300 characters, in Minerva's normal form,
-    must equal the ground truth's normal form; an integer written as 034 or 34.0 in a table is 34,
+    must equal the ground truth's normal form. An integer written as 034 or 34.0 in a table is 34,
     too. An answer with an empty normal form (`square`) must be the ground truth as written.
 
     Args:

@@ -210,8 +210,9 @@ class WorkerPool:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[Worker]:
-        """Lend a worker for a while; wait until one is free. One that is not ready afterwards is
-        replaced.
+        """Lend a worker for a while; wait until one is free.
+
+        A worker not ready afterwards is replaced.
 
         Raises WorkerLost if it does not start, RuntimeError outside start() ... close().
         """

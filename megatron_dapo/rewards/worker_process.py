@@ -1,7 +1,8 @@
-"""The inside of a worker process: JSON lines over stdin and stdout, under limits; one request at a
-time, or many of a coroutine.
+"""The inside of a worker process: JSON lines over stdin and stdout, under limits.
 
-It ends with its parent, whatever the code it runs is doing, with all its descendants: guarded.py.
+It takes one request at a time, or many of a coroutine.
+
+It ends with its parent, at any work of the code it runs, with all its descendants: guarded.py.
 """
 
 import asyncio
@@ -88,8 +89,10 @@ def _reply(answer: Answer, message: Message) -> Message:
 
 
 def _error(error: BaseException) -> Message:
-    """Return the answer to a request whose function raised: any error of user code, even
-    SystemExit, costs only that request."""
+    """Return the answer to a request with an error of its function.
+
+    Any error of user code, even SystemExit, costs only that request.
+    """
     if isinstance(error, TimeoutError):
         return {"error": "timeout"}
     text = "".join(traceback.format_exception_only(error)).strip()

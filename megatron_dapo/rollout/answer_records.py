@@ -1,4 +1,7 @@
-"""Responses for people: the lines of rollouts/step_NNNNNN.jsonl, a group each, and of an evaluation's answers."""
+"""Responses as records for people, a line each in a file.
+
+Lines of rollouts/step_NNNNNN.jsonl hold a group each, lines of an evaluation's file one answer.
+"""
 
 import json
 from itertools import groupby
@@ -52,7 +55,8 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
         "num_tokens": sample.num_response_tokens,
         "weight_versions": np.unique(sample.weight_versions).tolist(),
     }
-    if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):  # an environment's first words joined it
+    # an environment's first words joined it
+    if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):
         record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
     if 0 in sample.loss_mask or sample.num_turns != 1:
         record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
@@ -64,7 +68,10 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
 
 
 def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
-    """Return the turns of model and environment with every token: [{"by": "model", "text": ...}, ...]."""
+    """Return the turns of model and environment with every token.
+
+    They are [{"by": "model", "text": ...}, ...].
+    """
     pairs = zip(sample.loss_mask.tolist(), sample.response_tokens.tolist(), strict=True)
     parts = groupby(pairs, key=lambda pair: pair[0])
     return [

@@ -1,7 +1,7 @@
-"""Training on dumped batches again, without servers (`trainer.replay`): bugs reproduced, layouts compared.
+"""Training on dumped batches again, without servers (`trainer.replay`).
 
-Not to be confused with experience replay (experience_replay.py), where groups of a run borrow right responses of its
-earlier steps.
+It reproduces bugs and compares layouts. Not to be confused with experience replay
+(experience_replay.py): there groups of a run borrow right responses of its earlier steps.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,10 @@ class BatchReplay(NoServerRollout):
     """Dumped batches in place of a controller and its servers."""
 
     def __init__(self, folder: str | Path, vocab_size: int, takes_experiences: bool = False) -> None:
-        """takes_experiences: the loss handles samples of the dumped run's experience replay."""
+        """Prepare; no batch is read yet.
+
+        takes_experiences: the loss handles samples of the dumped run's experience replay.
+        """
         super().__init__(str(folder))
         self._folder = Path(folder)
         self._vocab_size = vocab_size
@@ -28,8 +31,8 @@ class BatchReplay(NoServerRollout):
     def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
         """Return the step's groups and metrics as they were dumped.
 
-        Tokens keep the versions of the weights that wrote them. Raises UserError for a batch that is
-        missing, damaged or impossible.
+        Tokens keep the versions of their writers' weights. Raises UserError for a missing, damaged
+        or impossible batch.
         """
         batch = read_batch(self._folder, step)
         self._check(batch, step)

@@ -1,4 +1,4 @@
-"""The source of a run's batches, as the trainer sees it on rank 0, and what sources without servers share."""
+"""The source of a run's batches, as the trainer sees it on rank 0, and the base without servers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -12,7 +12,7 @@ def never() -> bool:
 
 
 class BatchSource(Protocol):
-    """The calls that the trainer makes; they block, one at a time."""
+    """The trainer's calls; they block, one at a time."""
 
     def wait_ready(self) -> None:
         """Wait until batches can be asked for."""
@@ -33,13 +33,13 @@ class BatchSource(Protocol):
         """End sampling, so that `state_dict` has the unfinished responses too."""
 
     def state_dict(self) -> dict:
-        """Return what a checkpoint keeps, as plain data."""
+        """Return a checkpoint's part, as plain data."""
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved state."""
 
     def dump_stacks(self) -> None:
-        """Write what its process is doing to a log; return at once."""
+        """Write its process's present work to a log; return at once."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -48,11 +48,11 @@ class BatchSource(Protocol):
 class NoServerRollout:
     """The calls of a BatchSource that need a server or a state: they do nothing.
 
-    A batch is found by its step, so a run that resumes after step 3 continues with the batch of step 4.
+    A batch is found by its step, so a run resumed after step 3 continues with the batch of step 4.
     """
 
     def __init__(self, source: str) -> None:
-        """source: names the batches in messages about a checkpoint."""
+        """Keep the batches' name for messages about a checkpoint."""
         self._source = source
 
     def wait_ready(self) -> None:
@@ -75,7 +75,7 @@ class NoServerRollout:
         return {"replay": self._source}
 
     def load_state_dict(self, state: dict) -> None:
-        """Accept the state of any rollout, since the step alone decides."""
+        """Accept the state of any rollout: only the step decides."""
 
     def dump_stacks(self) -> None:
         pass

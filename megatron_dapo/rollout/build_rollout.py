@@ -1,4 +1,4 @@
-"""Builds the parts of a rollout from the config: prompts, servers, rewards, environments, samplers."""
+"""Builds a rollout from the config: its prompts, servers, rewards, environments, samplers."""
 
 import logging
 from collections.abc import Sequence
@@ -33,11 +33,11 @@ from megatron_dapo.storage.server_key import given_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 1.0  # between two looks at a server that is down
+PROBE_INTERVAL_S = 1.0  # between two looks at a dead server
 
 
 def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:
-    """Return the prompts to train on, chosen by `data.pass_rate` too; log what was dropped.
+    """Return the prompts to train on, chosen by `data.pass_rate` too; log the dropped ones' counts.
 
     max_rows: read only the first rows of each file. Raises UserError.
     """
@@ -51,7 +51,7 @@ def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | Non
 
 
 def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return the prompts of these files; log what was dropped. Raises UserError."""
+    """Return the prompts of these files; log the dropped ones' counts. Raises UserError."""
     dataset = load_dataset(files, config, tokenizer)
     for report in dataset.report:
         log.info("%s", report)
@@ -59,7 +59,7 @@ def load_prompts(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> 
 
 
 def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **others: Any) -> PromptDataset:
-    """Return the prompts of these files, and what was dropped. Raises UserError.
+    """Return the prompts of these files, with counts of the dropped ones. Raises UserError.
 
     others: further arguments of `PromptDataset.load`.
     """
@@ -84,7 +84,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
 
 
 def make_server_pool(config: Config) -> ServerPool:
-    """Return the pool of the servers that the config names."""
+    """Return the pool of the config's servers."""
     rollout = config.actor_rollout_ref.rollout
     is_pushed_to_at_work = rollout.max_staleness or config.data.val_files
     return ServerPool(
@@ -100,7 +100,10 @@ def make_server_pool(config: Config) -> ServerPool:
 
 
 def make_reward_pool(config: Config, prompts: Sequence[Prompt]) -> RewardPool:
-    """Return the pool of reward processes. Raises UserError if the function cannot score these prompts."""
+    """Return the pool of reward processes.
+
+    Raises UserError if the function cannot score these prompts.
+    """
     reward = config.reward
     sources = sorted({prompt.data_source for prompt in prompts})
     check_reward(reward.function, reward.kwargs, sources)

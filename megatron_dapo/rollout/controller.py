@@ -1,7 +1,8 @@
-"""The rollout controller: prompts -> servers -> rewards -> groups -> dynamic sampling -> finished batches.
+"""The rollout controller: prompts -> servers -> rewards -> groups -> dynamic sampling -> batches.
 
-One asyncio event loop, in a process of its own (handle.py), so that it never competes with training. Prompts are drawn
-and sampled by `filling.py`; with `max_staleness` above 0 that goes on while the trainer trains.
+One asyncio event loop, in a process of its own (handle.py), so that it never competes with
+training. Prompts are drawn and sampled by `filling.py`; with `max_staleness` above 0 that goes on
+while the trainer trains.
 """
 
 import asyncio
@@ -56,11 +57,11 @@ MAX_FUTILE_SYNCS = 3  # pushes after which no server had the weights
 
 
 class Controller:
-    """The rollout of a run: prompts, servers, rewards and the queue of groups behind `next_batch` and `evaluate`.
+    """The prompts, servers, rewards and queue of groups behind `next_batch` and `evaluate`.
 
-    One call at a time; with `max_staleness` above 0 groups are sampled between the calls too. Make it with
-    `Controller(config)` (reads data and tokenizer; raises UserError), then `await start()`. Once `stop_asked` is set,
-    `next_batch` waits for no further group.
+    One call at a time; with `max_staleness` above 0 groups are sampled between the calls too. Make
+    it with `Controller(config)` (reads data and tokenizer; raises UserError), then `await start()`.
+    Once `stop_asked` is set, `next_batch` waits for no further group.
     """
 
     def __init__(self, config: Config) -> None:
@@ -118,11 +119,14 @@ class Controller:
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
-        """Return the groups of one rollout step. Servers hold weight_version; tokens are up to `max_staleness` older.
+        """Return the groups of one rollout step.
 
-        Raises NeedsSync if servers lack the weights: push them and call again with the same step, whose
-        groups and counts go on. Raises UserError if dynamic sampling is exhausted or too few responses got
-        a verdict, RolloutError at `step_timeout_s` or if servers fail, Interrupted if it was asked to stop.
+        Servers hold weight_version; tokens are up to `max_staleness` versions older.
+
+        Raises NeedsSync if servers lack the weights: push them and call again with the same step;
+        its groups and counts go on. Raises UserError if dynamic sampling is exhausted or too few
+        responses got a verdict. Raises RolloutError at `step_timeout_s` or if servers fail,
+        Interrupted if it was asked to stop.
         """
         self._drawing.begin(step, weight_version)
         if not self._sampling.has_run:  # the step begins, and nothing went on before it
@@ -151,7 +155,7 @@ class Controller:
         return batch
 
     def _metrics(self, result: RolloutStep, weight_version: int) -> dict[str, float]:
-        """Return the step's metrics, which are counted anew from now on."""
+        """Return the step's metrics, counted anew from now on."""
         counts = self._sampler.counts
         metrics = step_metrics(result, weight_version, counts.pop("retries", 0), self._sampling.take())
         metrics |= {
@@ -173,18 +177,18 @@ class Controller:
         return metrics
 
     async def begin_evaluation(self, step: int, weight_version: int) -> None:
-        """Have the held-out prompts answered while training's requests go on; `evaluate` waits for the answers.
+        """Have the held-out prompts answered while training's requests go on.
 
-        Servers hold weight_version until then.
+        `evaluate` waits for the answers. Servers hold weight_version until then.
         """
         if self._val_prompts:
             self._validation.begin(step, weight_version, partial(self._evaluation_overdue, step))
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Return the metrics of the held-out prompts, answered only by weight_version; {} without prompts.
+        """Return the metrics of the held-out prompts, answered by weight_version; {} without any.
 
-        Waits for the evaluation of `begin_evaluation`, or begins it. Raises NeedsSync, RolloutError,
-        UserError.
+        Waits for the evaluation of `begin_evaluation`, or begins it. Raises NeedsSync,
+        RolloutError, UserError.
         """
         if not self._val_prompts:
             return {}
@@ -197,7 +201,8 @@ class Controller:
     async def halt(self) -> str | None:
         """End all sampling, and return the error that had ended it before, if any.
 
-        `state_dict` then has the unfinished responses of one turn; those with an environment begin anew.
+        `state_dict` then has the unfinished responses of one turn; those with an environment begin
+        anew.
         """
         await self._validation.cancel()
         failure = await self._filling.halt()
@@ -206,13 +211,16 @@ class Controller:
     def state_dict(self, with_samples: bool = True) -> dict:
         """Return plain data: the place in the prompts, ready and open groups, the experiences.
 
-        with_samples: False leaves out the samples ahead of the trainer, which may be gigabytes; their
-        prompts are sampled again.
+        with_samples: False leaves out the samples ahead of the trainer, which may be gigabytes;
+        their prompts are sampled again.
         """
         return self._drawing.state_dict(with_samples)
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a saved controller. Raises UserError for a state of trainer.replay or of other prompts."""
+        """Continue from a saved controller.
+
+        Raises UserError for a state of trainer.replay or of other prompts.
+        """
         self._drawing.load_state_dict(state)
 
     async def close(self) -> None:
@@ -236,7 +244,8 @@ class Controller:
         self, group: Group, on_sample: Callable[[Sample], None], on_partial: Callable[[PartialResponse], None]
     ) -> Group:
         if self._rollout.deterministic:
-            # it begins anew: a server that reads tokens instead of writing them adds up in another order
+            # it begins anew: a server that reads tokens instead of writing them adds up in another
+            # order
             on_partial = discarded
         return await self._sampler.sample_group(group, self._rollout.n, self._params, on_sample, on_partial)
 

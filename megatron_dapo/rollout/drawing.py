@@ -1,4 +1,4 @@
-"""The draws of a run: its prompts, the queue of their groups, the pool of experiences; saved as one."""
+"""The draws of a run: its prompts, the queue of groups, the pool of experiences; saved as one."""
 
 import logging
 from collections.abc import Callable
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 class Drawing:
     """Draws prompts and decides on their groups.
 
-    `begin` -> `next_prompt` and the queue's methods, `decide` after each finished group -> `take`. If too
-    few responses got a verdict, it returns to its state after the last step.
+    `begin` -> `next_prompt` and the queue's methods, `decide` after each finished group -> `take`.
+    If too few responses got a verdict, it returns to its state after the last step.
     """
 
     def __init__(self, config: Config, dataset: PromptDataset, last_traceback: Callable[[], str]) -> None:
@@ -34,7 +34,8 @@ class Drawing:
         self._cursor = make_cursor(config.data, dataset)
         self._draws = PromptDraws(self._cursor, self.pool, self.queue.limits.gen_batch_size)
         self._verdict_check: VerdictCheck | None = None
-        # after the last step, or as loaded; without the samples of open groups, which it would keep alive
+        # after the last step, or as loaded; without the samples of open groups, which it would keep
+        # alive
         self._state_before_step: dict | None = None
 
     def begin(self, step: int, weight_version: int) -> None:
@@ -56,9 +57,11 @@ class Drawing:
     def decide(self, is_waited_for: bool) -> None:
         """Have the queue decide on finished groups. is_waited_for: the trainer waits for the step.
 
-        Groups with too few verdicts are not decided on yet, so that a saved state can sample them again;
-        further groups show whether the function is to blame. Raises UserError if a whole wave, or a step's
-        number of groups, has too few: the draws since the last step are repeated once it is corrected.
+        Groups with too few verdicts are not decided on yet, so that a saved state can sample them
+        again. Further groups show whether the function is to blame.
+
+        Raises UserError if a whole wave, or a step's number of groups, has too few. The draws since
+        the last step are repeated once the function is corrected.
         """
         check = self._verdict_check
         assert check is not None, "begin() comes first"
@@ -91,13 +94,17 @@ class Drawing:
     def state_dict(self, with_samples: bool = True) -> dict:
         """Return plain data: the place in the prompts, ready and open groups, the experiences.
 
-        with_samples: False leaves out the samples ahead of the trainer; their prompts are sampled again.
+        with_samples: False leaves out the samples ahead of the trainer; their prompts are sampled
+        again.
         """
         pool = {} if self.pool is None else {"experiences": self.pool.state_dict()}
         return {**self._state_of_draws(with_samples), **pool}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from a saved drawing. Raises UserError for a state of trainer.replay, which has no prompts."""
+        """Continue from a saved drawing.
+
+        Raises UserError for a state of trainer.replay, which has no prompts.
+        """
         if "replay" in state:
             raise UserError(
                 f"the checkpoint is of a replay of {state['replay']}, which drew no prompts to go on from; resume it "
@@ -114,20 +121,23 @@ class Drawing:
         return {**self._draws.state_dict(), "queue": self.queue.state_dict(with_samples, with_open_samples)}
 
     def _go_back(self) -> None:
-        """Return to the state after the last step. The pool took in only groups of earlier steps."""
+        """Return to the state after the last step.
+
+        The pool took in only groups of earlier steps.
+        """
         assert self._state_before_step is not None, "begin() comes first"
         self.load_state_dict(self._state_before_step)
         if self.pool is not None:
             self.pool.forget_step(self._draws.replayed_later)
 
     def _renew_verdict_check(self, step: int) -> None:
-        """Count verdicts anew after those of a whole step; a few responses say little about the function."""
+        """Count verdicts anew after a whole step's: few responses say little about the function."""
         if self._verdict_check is None or self._verdict_check.num_groups >= self.queue.limits.train_batch_size:
             self._verdict_check = VerdictCheck(self._reward, "")
         self._verdict_check.what = f"rollout step {step}"
 
     def _forget_without_verdicts(self, step: int) -> None:
-        """Sample the open groups of a saved state again if too few of their responses got a verdict.
+        """Sample a saved state's open groups again if too few of their responses got a verdict.
 
         Perhaps the run was stopped because of them, and the function corrected.
         """

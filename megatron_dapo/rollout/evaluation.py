@@ -1,4 +1,4 @@
-"""Evaluation: several answers per prompt, scored by the raw reward, as records; and metrics of the records."""
+"""Evaluation: answers per prompt as records, scored by the raw reward, and their metrics."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,7 +12,8 @@ from megatron_dapo.rollout.sampling import Sampler, run_all
 from megatron_dapo.rollout.verdicts import VerdictCheck
 from megatron_dapo.servers.client import SamplingParams
 
-_EARLY = 32  # answers: a reward function that failed on so many, and on all, is not asked about the others
+# answers: after failures on all of these a reward function is not asked about the others
+_EARLY = 32
 
 
 async def sample_answers(
@@ -33,10 +34,12 @@ async def sample_answers(
         sampler, rewards: of the run.
         prompts: to answer.
         config: of the run.
-        step: rollout steps that the weights have learned from; the answers of each step have seeds of their own.
+        step: rollout steps that the weights have learned from; each step's answers have seeds of
+            their own.
         on_answer: called with each answer as soon as it is scored, and the prompt as a group.
-        done: the records of answers that there are already; their verdicts count too.
-        on_lost_weights: called before a new try if no server has the weights; None = NeedsSync is raised.
+        done: the records of present answers; their verdicts count too.
+        on_lost_weights: called before a new try if no server has the weights; without it NeedsSync
+            is raised.
 
     Raises TooFewVerdicts.
     """
@@ -86,10 +89,12 @@ def verdicts_of(records: Sequence[Mapping], config: Config) -> VerdictCheck:
 
 
 def prompt_rows(records: Sequence[Mapping]) -> list[tuple[Mapping, dict[str, float]]]:
-    """Return, for every prompt in the order of the files, its first record and what its answers say: avg@n, pass@k,
-    maj@n, reward, length (tokens), truncated.
+    """Return each prompt's first record and its answers' scores, in the order of the files.
 
-    records: of `answer_record`, in any order. maj@n is left out where no answer at all says what it answers.
+    The scores are avg@n, pass@k, maj@n, reward, length (tokens), truncated. maj@n is left out if no
+    record has an answer to vote with.
+
+    records: of `answer_record`, in any order.
     """
     by_prompt: dict[int, list[Mapping]] = defaultdict(list)
     for record in records:
@@ -109,7 +114,7 @@ def prompt_rows(records: Sequence[Mapping]) -> list[tuple[Mapping, dict[str, flo
 
 
 def by_source(rows: Sequence[tuple[Mapping, dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
-    """Return data source -> what the answers to each of its prompts say, the sources in their order."""
+    """Return data source -> the scores of each of its prompts, the sources in their order."""
     sources: dict[str, list[dict[str, float]]] = defaultdict(list)
     for record, row in rows:
         sources[record["data_source"] or "unnamed"].append(row)
@@ -117,11 +122,11 @@ def by_source(rows: Sequence[tuple[Mapping, dict[str, float]]]) -> dict[str, lis
 
 
 def validation_metrics(records: Sequence[Mapping]) -> dict[str, float]:
-    """Return the metrics of a held-out evaluation.
+    """Return the metrics of a held-out evaluation; {} without records.
 
-    val/accuracy (avg@n), pass@k, maj@n, reward_mean (raw), response_length_mean, num_turns_mean, truncation_ratio,
-    num_env_failures and num_prompts; of several data sources all that prompts have a mean of also as val/SOURCE/...;
-    {} without records.
+    val/accuracy (avg@n), pass@k, maj@n, reward_mean (raw), response_length_mean, num_turns_mean,
+    truncation_ratio, num_env_failures and num_prompts. With several data sources all means over
+    prompts also come as val/SOURCE/...
     """
     if not records:
         return {}

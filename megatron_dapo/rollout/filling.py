@@ -1,4 +1,4 @@
-"""Fills the queue: draws prompts as admission allows and samples their groups, also while the trainer trains."""
+"""Fills the queue: draws prompts as admission allows and samples their groups, also in training."""
 
 import asyncio
 import logging
@@ -14,15 +14,17 @@ from megatron_dapo.servers.server_pool import ServerPool
 
 log = logging.getLogger(__name__)
 
-_ABORT_S = 5.0  # for servers to answer with the tokens they have, and for these answers to be scored
+# for servers to answer with their tokens so far, and for the scoring of these answers
+_ABORT_S = 5.0
 
 
 class Filling:
-    """Samples the groups that a `GroupQueue` draws, one task per group.
+    """Samples the groups drawn by a `GroupQueue`, one task per group.
 
-    With `max_staleness` above 0 it goes on after `fill` has returned: a prompt is drawn whenever a slot is
-    free that no request waits for and `GroupQueue.may_start` allows it. With 0 prompts are drawn in waves
-    (`GroupQueue.next_wave`), and only inside `fill`: nothing is under way between two steps.
+    With `max_staleness` above 0 it goes on after `fill` has returned. It draws a prompt whenever
+    `GroupQueue.may_start` allows it and there is a free slot without a waiting request. With 0
+    prompts are drawn in waves (`GroupQueue.next_wave`), and only inside `fill`: nothing is under
+    way between two steps.
     """
 
     def __init__(
@@ -38,8 +40,8 @@ class Filling:
         Args:
             drawing: the prompts and the queue; an error of its `decide` ends the filling.
             servers: their slots and their weight version.
-            sample_group: completes a group; it hands on each new sample at once, and the unfinished rest of
-                aborted responses.
+            sample_group: completes a group; it hands on each new sample at once, and the unfinished
+                rest of aborted responses.
             num_responses: per group.
             has_baseline: a group needs one more response, which is no sample of it.
         """
@@ -62,8 +64,9 @@ class Filling:
     async def fill(self) -> None:
         """Wait until the queue's step is ready, and draw its prompts.
 
-        Raises NeedsSync if servers lack the weights: sampling goes on, and so does the next call. Raises
-        the first failure since the last call, also of the time in between; then nothing is under way.
+        Raises NeedsSync if servers lack the weights: sampling goes on, and so does the next call.
+        Raises the first failure since the last call, also of the time in between; then nothing is
+        under way.
         """
         self._needs_sync = None
         await self.raise_failure()
@@ -103,7 +106,7 @@ class Filling:
     async def halt(self) -> Exception | None:
         """End all sampling; the queue keeps finished samples and the unfinished rest.
 
-        The next `fill` goes on, or raises the failure that is returned.
+        The next `fill` goes on, or raises the returned failure.
         """
         if self._watch is not None:
             self._watch.cancel()
@@ -135,7 +138,7 @@ class Filling:
             log.warning("%d groups are not waited for any more: they do not end within %g s", num_late, _ABORT_S)
 
     def take_held_s(self) -> float:
-        """Return the seconds since the last call in which `max_staleness` alone kept free slots idle."""
+        """Return the seconds since the last call with free slots idle only by `max_staleness`."""
         return self._held.take()
 
     def _check_servers(self) -> None:
@@ -153,7 +156,7 @@ class Filling:
             raise NeedsSync(f"not at work with weight version {self._servers.version}: {', '.join(sorted(stale))}")
 
     def _start_groups(self) -> None:
-        """Start open groups that a saved state or a lost server left, then new draws, as far as allowed."""
+        """Start the open groups of a saved state or a lost server, then new draws, as allowed."""
         if self._failure is not None or self._needs_sync is not None:
             return
         version = self._servers.version
@@ -183,11 +186,12 @@ class Filling:
     def _start(self, group: Group) -> None:
         task = asyncio.create_task(self._run(group))
         self._tasks[group.uid] = task
-        task.add_done_callback(partial(self._note_end, group.uid))  # also if it is cancelled before it begins
+        # also if it is cancelled before it begins
+        task.add_done_callback(partial(self._note_end, group.uid))
         num_requests = self._num_requests - len(group.samples)
         self._num_arriving += num_requests
-        # In its next turn the loop begins the task, in the turn after it the tasks of the requests, which take slots.
-        # A turn takes long if many begin at once.
+        # In its next turn the loop begins the task, in the turn after it the tasks of the requests,
+        # which take slots. A turn takes long if many begin at once.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._note_arrival, num_requests)
 
@@ -202,7 +206,10 @@ class Filling:
         self._go_on()
 
     async def _run(self, group: Group) -> None:
-        """Sample a group for the queue. Without a server for it, it stays open with its samples so far."""
+        """Sample a group for the queue.
+
+        Without a server for it, it stays open with its samples so far.
+        """
         try:
             finished = await self._sample_group(group, self._add_sample, partial(self._add_partial, group.uid))
             if self._failure is None:

@@ -15,8 +15,8 @@ class GroupVerdicts:
         """Prepare.
 
         score: scores all texts, in the order of the responses' numbers.
-        texts: by number, of responses that have a verdict already but count in the others' verdicts.
-        num_new: responses that will come.
+        texts: by number, of responses with a verdict already that count in the others' verdicts.
+        num_new: responses to come.
         """
         self._score = score
         self._texts = dict(texts)
@@ -26,7 +26,10 @@ class GroupVerdicts:
         self._task: asyncio.Task | None = None
 
     async def verdict(self, number: int, text: str) -> RewardResult:
-        """Return the verdict on a response once all are there. Raises the reason of `give_up`, or score's error."""
+        """Return the verdict on a response once all are there.
+
+        Raises the reason of `give_up`, or score's error.
+        """
         self._texts[number] = text
         self._note_one()
         return (await asyncio.shield(self._results))[number]
@@ -39,7 +42,7 @@ class GroupVerdicts:
         """Raise the reason in all waiting calls: a response does not come."""
         if not self._results.done():
             self._results.set_exception(reason)
-            self._results.exception()  # there may be nobody who waits
+            self._results.exception()  # nobody may be waiting
 
     def close(self) -> None:
         """End the scoring, if it is under way."""

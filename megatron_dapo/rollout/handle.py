@@ -32,7 +32,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 60.0  # on top of the controller's own deadlines, whose errors say more
+_GRACE_S = 60.0  # on top of the controller's own deadlines, with errors that say more
 _POLL_S = 0.5
 _CLOSE_S = 10.0
 _COMMANDS = ("next_batch", "begin_evaluation", "evaluate", "halt", "state_dict", "load_state_dict")
@@ -42,10 +42,10 @@ _STOP = "stop"  # not a command: it is received during one, and not answered
 class RolloutHandle:
     """A BatchSource with servers: the controller in a child process. Each call has a deadline.
 
-    Errors of the controller are raised here with their message; UserError and RolloutError keep their
-    class. The death of a controller is reported with its exit code and log file. A controller that
-    missed a deadline is asked no more, since its late answer would pass for that of the next call. Its
-    state after the last step is kept here, so that the step can be saved.
+    Errors of the controller are raised here with their message; UserError and RolloutError keep
+    their class. The death of a controller is reported with its exit code and log file. A controller
+    is asked no more after a missed deadline: its late answer would pass for an answer to the next
+    call. Its state after the last step is kept here, so that the step can be saved.
     """
 
     def __init__(self, config: Config, process: Any, connection: Connection, log_file: Path) -> None:
@@ -63,18 +63,24 @@ class RolloutHandle:
 
     @classmethod
     def start(cls, config: Config) -> "RolloutHandle":
-        """Start the controller; return at once. It waits for the servers by itself (`wait_ready`)."""
+        """Start the controller; return at once.
+
+        It waits for the servers by itself (`wait_ready`).
+        """
         log_file = RunFolder.of(config.trainer).log("controller").absolute()
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")  # never fork a process that holds CUDA or process groups
+        # never fork a process that holds CUDA or process groups
+        context = multiprocessing.get_context("spawn")
         connection, controllers_end = context.Pipe()
         process = context.Process(
             target=_main, args=(config, controllers_end, str(log_file)), name="rollout-controller"
         )
         process.start()
-        controllers_end.close()  # so that only the controller has it, and its death is seen here as end of file
+        # so that only the controller has it, and its death is seen here as end of file
+        controllers_end.close()
         handle = cls(config, process, connection, log_file)
-        atexit.register(handle.close)  # runs before multiprocessing's own, which waits for children without a deadline
+        # runs before multiprocessing's own, a wait for children without a deadline
+        atexit.register(handle.close)
         return handle
 
     @property
@@ -83,7 +89,10 @@ class RolloutHandle:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Wait until data are read and all servers are healthy. Raises UserError or RolloutError."""
+        """Wait until data are read and all servers are healthy.
+
+        Raises UserError or RolloutError.
+        """
         if self._unanswered is not None:
             raise RolloutError(
                 f"the rollout controller (pid {self.pid}) has not answered {self._unanswered} in time and is asked no "
@@ -100,7 +109,8 @@ class RolloutHandle:
         is_to_stop says so.
         """
         batch = self._call("next_batch", step, weight_version, is_to_stop=is_to_stop)
-        state = self._call("state_dict", False)  # the samples ahead of the trainer would take minutes to hand over
+        # the samples ahead of the trainer would take minutes to hand over
+        state = self._call("state_dict", False)
         self._state_before = self._state
         self._state = state
         return batch
@@ -134,8 +144,8 @@ class RolloutHandle:
     def state_dict(self) -> dict:
         """Return the prompt cursor, waiting groups and counters, as plain data.
 
-        If the controller no longer answers, return the state after the last step. It lacks the groups
-        sampled ahead of the trainer, which are sampled again.
+        If the controller no longer answers, return the state after the last step. It lacks the
+        groups sampled ahead of the trainer, which are sampled again.
         """
         if self._was_refused:
             assert self._state_before is not None, "no step is done before the first batch: nothing is saved"
@@ -154,7 +164,7 @@ class RolloutHandle:
         self._state = state
 
     def dump_stacks(self) -> None:
-        """Have the controller write the stacks of its threads and tasks to its log; return at once."""
+        """Have the controller log the stacks of its threads and tasks; return at once."""
         if self._process.is_alive():
             os.kill(self.pid, signal.SIGUSR2)
 
@@ -206,13 +216,15 @@ class RolloutHandle:
         )
 
 
-# ---------------------------------------------------------------------------------------------------- in the child
+# ------------------------------------------------------------------------------------- in the child
 
 
 def _main(config: Config, connection: Connection, log_file: str) -> None:
-    # they reach the whole terminal, or job step; the trainer decides, and closes the pipe when it is done with us
+    # they reach the whole terminal, or job step; the trainer decides, and closes the pipe when it
+    # is done with us
     ignore_signals([signal.SIGINT])
-    SignalReceiver((signal.SIGTERM, signal.SIGUSR1)).install()  # not ignored by what reward functions start
+    # not ignored by the children of reward functions
+    SignalReceiver((signal.SIGTERM, signal.SIGUSR1)).install()
     output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, sys.stdout.fileno())
     os.dup2(output, sys.stderr.fileno())
@@ -228,13 +240,13 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
 
 
 async def _serve(config: Config, connection: Connection, log_file: str) -> None:
-    """Answer commands until the trainer closes the pipe or dies: then also work under way is dropped."""
+    """Answer commands until the trainer closes the pipe or dies; drop the work under way then."""
     commands: asyncio.Queue[tuple[str, tuple]] = asyncio.Queue()
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     gone = loop.create_future()
     loop.add_signal_handler(signal.SIGUSR2, _dump_tasks)
-    faulthandler.register(signal.SIGUSR2, chain=True)  # also where the loop does not get to it
+    faulthandler.register(signal.SIGUSR2, chain=True)  # also while the loop does not get to it
     threading.Thread(target=_read_commands, args=(connection, loop, commands, stop_asked, gone), daemon=True).start()
     answering = asyncio.create_task(_answer_commands(config, connection, commands, stop_asked, log_file))
     await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -255,8 +267,8 @@ def _read_commands(
 ) -> None:
     """Forward the trainer's messages, in a thread of its own, since a pipe cannot be awaited.
 
-    So the trainer's death and its request to stop are seen in the middle of a step. A request that came
-    too late for one command does not stop the next.
+    So the trainer's death and its request to stop are seen in the middle of a step. A request too
+    late for one command does not stop the next.
     """
 
     def note_the_end() -> None:

@@ -1,4 +1,7 @@
-"""The held-out evaluation of a run beside training's sampling, by one weight version; answers are kept."""
+"""The held-out evaluation of a run beside training's sampling, by one weight version.
+
+Answers are kept.
+"""
 
 import asyncio
 import logging
@@ -26,8 +29,9 @@ _LOOK_S = 0.2  # between two looks for a server with the weights
 class Validation:
     """The answers to the held-out prompts: `begin` asks for them, `end` waits for them.
 
-    In between training's requests go on, at the same servers. Where no server has the weights, it waits for a push as
-    long as nobody waits for it; then `end` raises NeedsSync, and goes on when it is called again.
+    In between training's requests go on, at the same servers. Without a server with the weights it
+    waits for a push as long as nobody waits for it. Then `end` raises NeedsSync, and goes on at its
+    next call.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Validation:
         self._rewards = rewards
         self._tokenizer = tokenizer
         self._folder = RunFolder.of(config.trainer)
-        self._step: int | None = None  # of which there are answers
+        self._step: int | None = None  # of the present answers
         self._records: list[dict] = []
         self._began = 0.0
         self._task: asyncio.Task | None = None
@@ -62,7 +66,7 @@ class Validation:
         self._task = asyncio.create_task(self._answers_in_time(step, weight_version, overdue))
 
     async def end(self, step: int, weight_version: int, overdue: Callable[[], str]) -> dict[str, float]:
-        """Return the metrics when all answers are there, after keeping them; begin where that was not done.
+        """Return the metrics once all answers are there and kept; begin if `begin` was not called.
 
         Raises NeedsSync, RolloutError, UserError.
         """
@@ -99,11 +103,12 @@ class Validation:
         )
         seconds = time.monotonic() - self._began
         records = self._records
-        metrics = await asyncio.to_thread(self._keep, step, records)  # training's requests go on meanwhile
+        # training's requests go on meanwhile
+        metrics = await asyncio.to_thread(self._keep, step, records)
         return {**metrics, "val/seconds": seconds}
 
     async def _wait_for_weights(self, reason: NeedsSync) -> None:
-        """Wait a while for a push. Raises the reason where somebody waits, who can see to a push."""
+        """Wait a while for a push. Raises the reason to a waiting caller, who can see to a push."""
         if self._is_waited_for:
             raise reason
         await asyncio.sleep(_LOOK_S)

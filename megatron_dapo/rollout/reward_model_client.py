@@ -1,4 +1,4 @@
-"""Scores by a reward model: a sequence classifier that an SGLang server serves, asked in batches."""
+"""Scores by a reward model: a sequence classifier on an SGLang server, asked in batches."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ class RewardModel:
         self._batches = Batches(self._classify, _NUM_CALLS, _BATCH_SIZE)
 
     async def start(self, timeout_s: float) -> None:
-        """Wait until the server is healthy. Raises UserError if that takes too long, or it gives no scores."""
+        """Wait until the server is healthy. Raises UserError if it is late, or gives no scores."""
         try:
             await self._client.wait_healthy(timeout_s)
         except KeyRefused as error:
@@ -74,14 +74,17 @@ class RewardModel:
         return await self._batches.reply(tokens)
 
     async def _classify(self, batch: Sequence[tuple[int, ...]]) -> dict[str, Any]:
-        """Return {"verdicts": [{"score": ...}, ...]} or {"error": ...}; while the server is down, wait for it."""
+        """Return {"verdicts": [{"score": ...}, ...]} or {"error": ...}.
+
+        Wait for the server while it is down.
+        """
         given_up_at = time.monotonic() + self._down_timeout_s
         while True:
             try:
                 answers = await self._client.post("/classify", {"input_ids": [list(tokens) for tokens in batch]})
                 return {"verdicts": [{"score": score} for score in _scores(answers, len(batch))]}
             except ServerError as error:
-                if error.status is not None and error.status < 500:  # it does not take what it was sent
+                if error.status is not None and error.status < 500:  # it refuses the request itself
                     return {"error": f"exception: {error}"}
                 if time.monotonic() > given_up_at:
                     log.warning("the reward model gives no scores: %s", error)
@@ -101,7 +104,7 @@ def _scores(answers: Any, number: int) -> list[float]:
 
 
 def _score_of(row: Any) -> float | None:
-    """Return the only number of an answer; None without one, or for several, as an embedding model gives."""
+    """Return the only number of an answer; None for none or several (an embedding model's)."""
     match row:
         case {"embedding": [int() | float() as score]} if math.isfinite(score):
             return float(score)

@@ -1,4 +1,4 @@
-"""From a prompt to a finished group: n responses, each rewarded as soon as it is there, then shaped."""
+"""From a prompt to a finished group: n responses, each rewarded at once, then shaped."""
 
 import asyncio
 import logging
@@ -38,8 +38,10 @@ _LONGEST_PAUSE_S = 30.0
 
 
 async def run_all(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Return the results in order. The first error cancels the others and is raised itself, not inside an exception
-    group."""
+    """Return the results in order.
+
+    The first error cancels the others and is raised itself, not inside an exception group.
+    """
     try:
         async with asyncio.TaskGroup() as tasks:
             created = [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -71,16 +73,17 @@ class Sampler:
         Args:
             servers, rewards, tokenizer: of the run.
             keys: deadline and retries of a request.
-            vocab_size: tokens that a server may answer with are below it.
+            vocab_size: above all tokens that a server may answer with.
             shaping: of the rewards.
-            multi_turn: plays responses with an environment; None = one turn each.
-            greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the group's
-                baseline.
-            exact: accept only tokens of the weight version that the server pool expects; else also later
-                ones than the group's draw, so that a response may go on while weights are pushed.
+            multi_turn: plays responses with an environment; without it they have one turn each.
+            greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the
+                group's baseline.
+            exact: accept only tokens of the weight version expected by the server pool. Else also
+                later ones than the group's draw: a response may go on while weights are pushed.
             scorers: of responses, beside the rewards.
-            routers: of the model, if samples need the experts that the servers chose.
-            seed: of the run; each request's seed derives from it, the group, the response and the turn.
+            routers: of the model, if samples need the experts chosen by the servers.
+            seed: of the run; each request's seed derives from it, the group, the response and the
+                turn.
         """
         self._servers = servers
         self._rewards = rewards
@@ -94,8 +97,8 @@ class Sampler:
         self._scorers = scorers
         self._routers = routers
         self._seed = seed
-        # "retries": failed requests that were sent again; by the servers' answers, "retractions": requests that a full
-        # cache put back, "cached_tokens": of prompts that were still in the cache
+        # "retries": failed requests that were sent again; by the servers' answers, "retractions":
+        # requests put back by a full cache, "cached_tokens": of prompts still in the cache
         self.counts: Counter[str] = Counter()
         self.reward_wait = RewardWait()
 
@@ -110,19 +113,21 @@ class Sampler:
     ) -> Group:
         """Return the group with the responses 0 to n - 1, by number.
 
-        Responses that it has stay; new ones may go on with partial ones.
+        Its own responses stay; new ones may go on with partial ones.
 
         Args:
             group: as drawn, with its finished and replayed responses.
             n: number of all responses.
             params: of the new ones; each request gets a seed of its own.
-            on_sample: called with each new response as soon as it is finished, whatever becomes of the others.
-            on_partial: called with an unfinished response of one turn: the pool's
-                `abort_requests` ended it, it waited for its reward, or it had begun before and did not go on.
-            elsewhere: numbers of responses that the caller has; they are not sampled.
+            on_sample: called with each new response as soon as it is finished, regardless of the
+                others.
+            on_partial: called with an unfinished response of one turn. The pool's `abort_requests`
+                ended it, it waited for its reward, or it had begun before and did not go on.
+            elsewhere: numbers of the caller's own responses; they are not sampled.
 
-        Raises NeedsSync or RolloutError if the servers do not answer, Aborted if requests were aborted. The
-        first and the last of these are raised when the other responses are finished, or aborted too.
+        Raises NeedsSync or RolloutError if the servers do not answer, Aborted if requests were
+        aborted. The first and the last of these are raised when the other responses are finished,
+        or aborted too.
         """
         reasons: list[Aborted | NeedsSync] = []
 
@@ -168,8 +173,8 @@ class Sampler:
         turns = count()
 
         def generate(tokens: TokenIds, params: SamplingParams, budget: Budget) -> Awaitable[Generation]:
-            # SGLang mixes the position of a token into the seed: a response that goes on with a partial one, in the
-            # same turn, gets the tokens that it would have got without the break
+            # SGLang mixes the position of a token into the seed: a response that goes on with a
+            # partial one, in the same turn, gets the same tokens as without the break
             seed = seed_from(self._seed, group.uid, number, next(turns))
             return self._generate(group, tokens, replace(params, sampling_seed=seed), budget)
 
@@ -187,7 +192,7 @@ class Sampler:
         try:
             with self.reward_wait.scoring():
                 verdict = await self._verdict(group, number, trajectory, text, together)
-        except BaseException:  # most often it is cancelled: a stop does not wait for a slow reward function
+        except BaseException:  # mostly cancelled: a stop does not wait for a slow reward function
             if self._multi_turn is None:
                 note_partial(trajectory.partial())
             raise
@@ -208,7 +213,7 @@ class Sampler:
         return verdict if self._scorers is None else await self._scorers.combined(verdict, prompt, text)
 
     def _verdicts_together(self, group: Group, num_new: int) -> GroupVerdicts | None:
-        """Return the meeting point of a group's responses, if its reward function scores them together."""
+        """Return the meeting point of a group's responses if its function scores them together."""
         if not self._rewards.scores_groups:
             return None
         prompt = group.prompt
@@ -222,7 +227,8 @@ class Sampler:
         """Return the continuation of the tokens, preferably by the budget's server.
 
         While the pool aborts requests, a part of an answer counts as one, with the reason "abort".
-        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its experts.
+        Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its
+        experts.
         """
         experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
         failures: dict[str, str] = {}  # url -> its last failure
@@ -247,7 +253,8 @@ class Sampler:
                     reason = self._fault(generation)
                 except ServerError as error:
                     reason = str(error)
-                    if error.status is None:  # no answer: down, or hanging; its next health check tells
+                    # no answer: down, or hanging; its next health check tells
+                    if error.status is None:
                         self._servers.mark_down(server, reason)
             if reason is None:
                 versions = generation.weight_versions
@@ -258,7 +265,8 @@ class Sampler:
                     return generation
                 reason = f"it answered with version {versions[is_refused][-1]}"
                 if is_refused[-1]:  # no failure of the request, which is not counted:
-                    self._servers.mark_stale(server, reason)  # a stale server is not asked again, so this ends
+                    # a stale server is not asked again, so this ends
+                    self._servers.mark_stale(server, reason)
                     continue
             failures[server.url] = reason
             budget.seconds_left = seconds_left  # the failed server costs nothing
@@ -272,10 +280,10 @@ class Sampler:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
     def _fault(self, generation: Generation) -> str | None:
-        """Return why an answer cannot be taken, whatever its weight version; None if it can.
+        """Return the reason to refuse an answer, at any weight version; None for a sound one.
 
-        One with numbers that cannot be counts as a request that failed: it is sent to another server, and a server's
-        health checks say nothing of it.
+        An answer with impossible numbers counts as a failed request: it is sent to another server,
+        since a server's health checks say nothing of it.
         """
         if generation.finish_reason == "abort" and not self._servers.is_aborting:
             return "it aborted the request"

@@ -1,4 +1,4 @@
-"""What one rollout step reports: statistics of all generated samples, and of those handed to the trainer."""
+"""The metrics of one rollout step: statistics of all generated samples, and of the trainer's."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,12 +7,11 @@ from megatron_dapo.queue.step_statistics import RolloutStep
 
 
 def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:
-    """Return flat floats.
+    """Return flat floats; a mean over nothing is left out.
 
-    `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated for this step, kept or not, see
-    `StepStatistics`; `train/`: over the samples handed to the trainer, replayed ones too.
-
-    A mean over nothing is left out.
+    `dapo/`, `reward/`, `response_length/`, `prompt_length/`: over ALL samples generated for this
+    step, kept or not, see `StepStatistics`. `train/`: over the samples handed to the trainer,
+    replayed ones too.
     """
     trained = [sample for group in step.groups for sample in group.samples]
     generated = step.generated.metrics()
@@ -38,7 +37,7 @@ def _mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return how many weight versions lie between new tokens and the step; those of an environment do not count."""
+    """Return the weight versions between new tokens and the step; an environment's do not count."""
     total = 0
     number = 0
     oldest = weight_version

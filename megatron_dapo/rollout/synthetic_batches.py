@@ -1,4 +1,4 @@
-"""Batches of random tokens (`trainer.synthetic_batch`): the trainer alone, at the sizes of a run, without servers."""
+"""Batches of random tokens (`trainer.synthetic_batch`): only the trainer, at a run's sizes."""
 
 import math
 import random
@@ -18,11 +18,11 @@ SOURCE = "synthetic batches"
 
 
 class SyntheticBatches(NoServerRollout):
-    """Random groups in place of a controller and its servers, the same for the same `trainer.seed` and step.
+    """Random groups in place of a controller and its servers, fixed by `trainer.seed` and step.
 
-    Lengths of prompts and responses are log-normal and cut at the longest, with the mean and spread that `plan`
-    assumes. Each group of two or more has right and wrong responses, so that no advantage is 0. The log-probs that a
-    server would give are those of a model that knows nothing: -log(vocab_size).
+    Lengths of prompts and responses are log-normal and cut at the longest, with the mean and spread
+    assumed by `plan`. Each group of two or more has right and wrong responses, so that no advantage
+    is 0. The log-probs in place of a server's are those of an ignorant model: -log(vocab_size).
     """
 
     def __init__(self, config: Config, vocab_size: int) -> None:
@@ -36,7 +36,7 @@ class SyntheticBatches(NoServerRollout):
         self._has_baseline = advantage_estimator(config).needs_baseline
 
     def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
-        """Return the step's groups, as if weight_version had written them, and their statistics."""
+        """Return the step's groups, as if written by weight_version, and their statistics."""
         lengths = random.Random(f"{self._seed} {step}")
         values = np.random.default_rng((self._seed, step))
         statistics = StepStatistics()

@@ -1,4 +1,4 @@
-"""Stopwatches for conditions: the seconds in which a condition held."""
+"""Stopwatches for conditions: the seconds of a condition's truth."""
 
 import time
 from collections.abc import Iterator
@@ -33,16 +33,16 @@ class TimeSpent:
 
 
 class RewardWait:
-    """Stopwatch for the time in which responses wait for their rewards and none is being written."""
+    """Stopwatch for the time with responses waiting for their rewards and none being written."""
 
     def __init__(self) -> None:
-        self._num_written = 0  # responses that are being written
-        self._num_scored = 0  # responses that are being scored
+        self._num_written = 0  # responses being written
+        self._num_scored = 0  # responses being scored
         self._spent = TimeSpent()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Count a response that is written inside the block."""
+        """Count a response written inside the block."""
         self._num_written += 1
         self._update()
         try:
@@ -53,7 +53,7 @@ class RewardWait:
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """Count a response that is scored inside the block."""
+        """Count a response scored inside the block."""
         self._num_scored += 1
         self._update()
         try:

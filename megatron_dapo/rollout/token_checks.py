@@ -1,4 +1,4 @@
-"""Whether tokens and their log-probs can be what a model sampled: asked of a server's answer and of a batch file."""
+"""Checks tokens and log-probs of a server's answer or a batch file: can a model sample them?"""
 
 import math
 
@@ -7,15 +7,24 @@ import numpy as np
 from megatron_dapo.data.samples import Sample
 
 HIGHEST_LOG_PROB = 2.0**-10
-"""x - logsumexp(x) is 0 or below but for rounding: the sum is rounded by at most 2^-11 where it is below 2^13, which
-float32 logits are far below, and the difference of two such neighbours is exact."""
+"""x - logsumexp(x) is 0 or below but for rounding.
+
+The sum is rounded by at most 2^-11 below 2^13, far above float32 logits, and the difference of two
+such neighbours is exact.
+"""
 LOWEST_LOG_PROB = -160.0 * math.log(2.0)
-"""-110.9. A token is drawn by its float32 probability, of which 2^-149 is the smallest that is not 0; a little below it
-for the rounding of exp at numbers as small, and of a log-prob that is computed in bfloat16."""
+"""-110.9. A token is drawn by its float32 probability; the smallest above 0 is 2^-149.
+
+The bound is a little below its logarithm, for the rounding of exp at numbers near it, and of a
+log-prob computed in bfloat16.
+"""
 
 
 def find_fault(tokens: np.ndarray, log_probs: np.ndarray, vocab_size: int) -> str | None:
-    """Return the fault of tokens or log-probs that no model can sample, as the end of a sentence; None without one."""
+    """Return the fault of tokens or log-probs that no model can sample; None without one.
+
+    It is the end of a sentence.
+    """
     if len(tokens) != len(log_probs):
         return f"has {len(tokens)} tokens, but {len(log_probs)} log-probs"
     return _token_fault(tokens, vocab_size) or _log_prob_fault(log_probs)
@@ -41,7 +50,7 @@ def _token_fault(tokens: np.ndarray, vocab_size: int) -> str | None:
 
 
 def _log_prob_fault(log_probs: np.ndarray) -> str | None:
-    is_possible = (log_probs >= LOWEST_LOG_PROB) & (log_probs <= HIGHEST_LOG_PROB)  # not so where it is NaN
+    is_possible = (log_probs >= LOWEST_LOG_PROB) & (log_probs <= HIGHEST_LOG_PROB)  # NaN fails both
     if is_possible.all():
         return None
     return f"has the log-prob {log_probs[~is_possible][0]:g}, which no sampled token can have"

@@ -1,7 +1,7 @@
 """One response as it grows, and the loop that plays it over several turns with an environment.
 
-Tokens in, tokens out: the server is sent exactly the tokens that it wrote before, with the environment's between them.
-Nothing that the model wrote is ever tokenized again.
+Tokens in, tokens out: the server is sent exactly its own earlier tokens, with the environment's
+between them. The model's own words are never tokenized again.
 """
 
 import asyncio
@@ -41,9 +41,10 @@ class Budget:
     """
 
     seconds_left: float = math.inf  # at servers and in its environment
-    server_url: str | None = None  # the server that has its prefix in the cache
-    cache_salt: str | None = None  # requests share cached prefixes only with others of the same salt
-    num_routed: int = 0  # first tokens whose routed experts earlier requests brought
+    server_url: str | None = None  # the server with its prefix in the cache
+    # requests share cached prefixes only with others of the same salt
+    cache_salt: str | None = None
+    num_routed: int = 0  # first tokens with routed experts from earlier requests
 
     @contextmanager
     def charge(self) -> Iterator[None]:
@@ -72,20 +73,24 @@ Generate = Callable[[TokenIds, SamplingParams, Budget], Awaitable[Generation]]
 
 @dataclass(eq=False)
 class Trajectory:
-    """One response as it grows. The arrays are [L], its length so far; they are replaced, never written into."""
+    """One response as it grows.
+
+    The arrays are [L], its length so far; they are replaced, never written into.
+    """
 
     prompt_tokens: tuple[int, ...]  # with an environment's opening
     tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
     log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
     loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
     weight_versions: np.ndarray = field(default_factory=partial(nothing, VERSION))
-    # of prompt and response but the last token, if the servers were asked for them (`data.routed_experts`)
+    # of prompt and response but the last token, if asked of the servers (`data.routed_experts`)
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
     num_turns: int = 0  # of the model
-    servers: list[str] = field(default_factory=list)  # URLs of the servers that wrote turns
+    servers: list[str] = field(default_factory=list)  # URLs of its turns' writers
     # "stop": by itself; "length", "turns", "time": by a limit; "environment": by its failure
     finish_reason: str = "stop"
-    verdict: RewardResult | None = None  # of the environment; None = the reward function scores the response
+    # of the environment; without it the reward function scores the response
+    verdict: RewardResult | None = None
     solved: bool | None = None  # last word of the environment; None without one
 
     def add_model_turn(self, generation: Generation) -> None:
@@ -98,7 +103,10 @@ class Trajectory:
             self.servers.append(generation.server)
 
     def add_environment_turn(self, tokens: Sequence[int]) -> None:
-        """Add tokens for the model to read: no loss, log-prob 0, the weight version of the turn before."""
+        """Add tokens for the model to read.
+
+        They have no loss, log-prob 0, and the weight version of the turn before.
+        """
         version = self.weight_versions[-1] if len(self.weight_versions) else 0
         self._add(tokens, np.zeros(len(tokens), LOG_PROB), 0, repeated(version, len(tokens), VERSION))
 
@@ -110,8 +118,9 @@ class Trajectory:
     def partial(self) -> PartialResponse:
         """Return the unfinished response of one turn, for a later request.
 
-        That request reads it again, and is answered with the experts of all of it. The last token is left
-        out: it may end the response, even if SGLang says "abort", and nothing may follow an end.
+        That request reads it again, and is answered with the experts of all of it. The last token
+        is left out: it may end the response, even if SGLang says "abort", and nothing may follow an
+        end.
         """
         return PartialResponse(self.tokens[:-1], self.log_probs[:-1], self.weight_versions[:-1], tuple(self.servers))
 
@@ -145,7 +154,7 @@ async def single_turn(
 ) -> Trajectory:
     """Return a trajectory of one response, without an environment.
 
-    begun: its beginning, which is not asked for again.
+    begun: its beginning, not asked for again.
     on_partial: called with the unfinished response if it does not end.
 
     Raises Aborted if it is aborted, and the errors of `generate`.
@@ -187,7 +196,9 @@ class MultiTurn:
     keys: MultiTurnConfig  # limits of turns and seconds
 
     async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate, seed: int = 0) -> Trajectory:
-        """Return a whole trajectory. A failure of its environment ends it and stands in its verdict.
+        """Return a whole trajectory.
+
+        A failure of its environment ends it and stands in its verdict.
 
         seed: of the random generators of the environment's process.
 
@@ -210,7 +221,7 @@ class MultiTurn:
         params: SamplingParams,
         generate: Generate,
     ) -> str:
-        """Fill the trajectory; return why it ended."""
+        """Fill the trajectory; return the reason of its end."""
         budget = Budget(self.keys.timeout_s)
         task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         with budget.charge():

@@ -1,4 +1,4 @@
-"""Checks that enough responses got a verdict: a reward function that always fails looks like a bad policy."""
+"""Checks for enough verdicts: a reward function that always fails looks like a bad policy."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,11 +29,11 @@ class VerdictCheck:
         self._last_words = ""  # of the last failure with a text
 
     def count(self, samples: Sequence[Sample]) -> None:
-        """Count samples, except replayed ones, which were scored in another step."""
+        """Count samples, but not replayed ones: they were scored in another step."""
         self.count_errors(sample.reward_error for sample in samples if not sample.exp_mask)
 
     def count_errors(self, errors: Iterable[str | None]) -> None:
-        """Count responses by the reason for a missing verdict; None = there is one."""
+        """Count responses by the reason for a missing verdict; None for a given one."""
         for error in errors:
             self._num_samples += 1
             if error is not None:
@@ -51,7 +51,7 @@ class VerdictCheck:
         return other
 
     def are_too_few(self) -> bool:
-        """Return whether no response got a verdict, or too large a share got none (`reward.max_error_share`)."""
+        """Return whether no response got a verdict, or too few did (`reward.max_error_share`)."""
         num_failed = self._failures.total()
         most = self._reward.max_error_share * self._num_samples
         return num_failed > 0 and (num_failed == self._num_samples or num_failed > most)
@@ -79,7 +79,7 @@ class VerdictCheck:
         )
 
     def _scorers(self) -> str:
-        """Return the keys that name the givers of verdicts."""
+        """Return the keys of the givers of verdicts."""
         if self._failures["environment"] == self._failures.total():
             return "actor_rollout_ref.rollout.multi_turn.environment"
         reward = self._reward

@@ -1,4 +1,4 @@
-"""A long-running program that we start: own session, own log file, and an end that leaves none of its descendants."""
+"""A long-running program started by us: own session, own log file, an end without descendants."""
 
 import logging
 import os
@@ -19,15 +19,15 @@ log = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 TAIL_PREFIX = "  | "
 _DEATH_S = 5.0
-"""How long a killed process may take to die: it needs a core for a moment, and the kernel to let go of it."""
+"""Time for a killed process to die: it needs a core for a moment, and the kernel's release."""
 
 
 class ChildProcess:
-    """A started program and everything it starts.
+    """A started program and everything started by it.
 
-    It runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: we end it in order. Where we
-    are killed, the kernel kills it, as soon as the thread that made it is gone; its descendants have to see to that
-    themselves, as SGLang's do.
+    It runs in a session of its own, so that Ctrl-C in a terminal reaches us and not it: we end it
+    in order. If we are killed, the kernel kills it as soon as the thread that made it is gone. Its
+    descendants have to see to that themselves, as SGLang's do.
     """
 
     def __init__(
@@ -41,11 +41,12 @@ class ChildProcess:
         """Start the command.
 
         Args:
-            name: what messages call it.
+            name: its name in messages.
             command: the program and its arguments.
             log_file: its output is appended there.
-            environment: all of its variables; None = ours.
-            show_stdout: standard output goes where ours goes (a terminal stays one), only standard error to the log.
+            environment: all of its variables; by default ours.
+            show_stdout: standard output goes to ours (a terminal stays one), only standard error to
+                the log.
         """
         self.name = name
         self.log_file = log_file
@@ -76,8 +77,8 @@ class ChildProcess:
     def poll(self) -> int | None:
         """Return the exit code, None while it runs.
 
-        To be called every second or so: it also learns which descendants there are, and one whose parent died first is
-        found in no other way.
+        To be called every second or so: it also learns of new descendants. There is no other way to
+        find a descendant after its parent's death.
         """
         self._learn_family()
         return self._process.poll()
@@ -96,8 +97,11 @@ class ChildProcess:
             self._process.terminate()
 
     def stop(self, grace_s: float) -> int:
-        """Send SIGTERM, and after grace_s SIGKILL to what is left of it and its descendants; return the exit code when
-        they are dead, or `_DEATH_S` later: what they held, as a port or a GPU's memory, is free then for the next."""
+        """Send SIGTERM, and after grace_s SIGKILL to the rest of it and its descendants.
+
+        Return the exit code once they are dead, or `_DEATH_S` later: their ports and GPU memory are
+        free then for the next.
+        """
         self.terminate()
         if self.wait(grace_s) is None:
             log.warning("%s (pid %d) did not end within %.0f s of SIGTERM; it is killed", self.name, self.pid, grace_s)
@@ -116,16 +120,16 @@ class ChildProcess:
         return code
 
     def describe_end(self) -> str:
-        """Return how it ended, where its log is, and the last lines of that."""
+        """Return its end, the place of its log, and the log's last lines."""
         return f"{self.name} {exit_phrase(self._process.returncode)}; its log is {self.log_file}\n{self.log_tail()}"
 
     def log_tail(self) -> str:
-        """Return the last lines that it wrote to its log, each after TAIL_PREFIX."""
+        """Return the last lines of its log, each after TAIL_PREFIX."""
         lines = read_lines(self.log_file, self._log_start)
         return "\n".join(f"{TAIL_PREFIX}{line[:400]}" for line in lines[-LOG_TAIL_LINES:])
 
     def _learn_family(self) -> None:
-        """Drop the dead, add the children of those there are."""
+        """Drop the dead, add the children of the living."""
         self._family = {process for process in self._family if process.is_running()}
         others = {process for process in psutil.process_iter(["ppid"])} - self._family
         while True:

@@ -1,4 +1,7 @@
-"""The client of one SGLang server: token ids in, token ids and log-probs out; pause, weight update and continue."""
+"""The client of one SGLang server: token ids in, token ids and log-probs out.
+
+It also pauses a server, updates its weights, and has it continue.
+"""
 
 import asyncio
 import json
@@ -31,13 +34,13 @@ from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
 from megatron_dapo.storage.server_key import CURE, key_header
 
 FOREIGN_VERSION = -1
-"""Weight version of a server whose weights we did not push (SGLang names it "default")."""
+"""Weight version of a server without a push of ours (SGLang names it "default")."""
 
 BODY_HEAD = 600
 CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes
 POLL_INTERVAL_S = 0.25
-# A server closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before, also where this
-# process hears of it late: else a request meets one that is just closed, and fails.
+# A server closes a connection after 5 idle seconds (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before,
+# even if this process hears of it late: else a request meets a connection just closed, and fails.
 IDLE_CONNECTION_S = 2.0
 _LOADS = "/v1/loads?include=core"
 
@@ -50,7 +53,8 @@ class ServerError(RuntimeError):
         self.route = route
         self.status = status  # of HTTP; None without an answer
         self.body = body[:BODY_HEAD]
-        super().__init__(url, route, status, self.body)  # all arguments, so that the error survives pickling
+        # all arguments, so that the error survives pickling
+        super().__init__(url, route, status, self.body)
 
     def __str__(self) -> str:
         answer = "no answer" if self.status is None else f"HTTP {self.status}"
@@ -76,7 +80,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 = off
     stop_token_ids: tuple[int, ...] = ()
-    # in [-2^63, 2^63); only servers with deterministic inference read it, and take 42 for all requests without one
+    # in [-2^63, 2^63); read only by servers with deterministic inference, which otherwise take 42
+    # for all requests
     sampling_seed: int = 0
 
 
@@ -92,7 +97,8 @@ class Generation(TokenRecord):
     }
 
     tokens: np.ndarray
-    log_probs: np.ndarray  # at the sampling temperature, before top-p and top-k cut the distribution
+    # at the sampling temperature, before top-p and top-k cut the distribution
+    log_probs: np.ndarray
     finish_reason: Literal["stop", "length", "abort"]
     weight_versions: np.ndarray  # of each token; FOREIGN_VERSION if the server's is no integer
     num_retractions: int = 0  # times that a full cache put the request back
@@ -106,8 +112,8 @@ class Generation(TokenRecord):
 class ExpertQuestion:
     """Asks a server for its routers' choices, for all tokens from `start` on but the last.
 
-    A token may be read again, after its cache was lost or recomputed. The answer has the choices of the
-    last time, with which the tokens behind it were written.
+    A token may be read again, after its cache was lost or recomputed. The answer has the choices of
+    the last time, in force when the tokens behind it were written.
     """
 
     shape: RouterShape  # of a token's choices
@@ -115,9 +121,10 @@ class ExpertQuestion:
 
 
 class SGLangClient:
-    """The HTTP interface of one server. Use it inside one event loop, as `async with`, or call `close()`.
+    """The HTTP interface of one server.
 
-    Every call has a deadline in seconds and raises ServerError when the server refuses or the deadline passes.
+    Use it inside one event loop, as `async with`, or call `close()`. Every call has a deadline in
+    seconds. It raises ServerError if the server refuses or the deadline passes.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -141,7 +148,7 @@ class SGLangClient:
             self._updates.close()
             self._updates = None
 
-    # ------------------------------------------------------------------------------------------------ generation
+    # -------------------------------------------------------------------------------- generation
 
     async def generate(
         self,
@@ -154,8 +161,8 @@ class SGLangClient:
     ) -> Generation:
         """Return one response to a prompt of token ids.
 
-        request_id: to `abort` it by. All have to be of one length: SGLang takes an id for the beginning of ids.
-        cache_salt: only requests of the same salt share what was read of a common beginning.
+        request_id: for `abort`. All need one length: SGLang takes an id for the beginning of ids.
+        cache_salt: only requests of the same salt share the cache of a common beginning.
         """
         request = {
             "input_ids": token_array(prompt_tokens, TOKEN, "token id"),
@@ -179,20 +186,25 @@ class SGLangClient:
             raise ServerError(self.url, "/generate", 200, f"{error!r} in {json.dumps(answer)}") from error
 
     async def abort(self, request_id: str, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """End a request: it is answered with the tokens that it has, with none where the server is paused. One that the
-        server does not have changes nothing."""
+        """End a request: its answer has the tokens so far, none if the server is paused.
+
+        An id unknown to the server changes nothing.
+        """
         await self.post("/abort_request", {"rid": request_id}, timeout_s)
 
-    # ------------------------------------------------------------------------------------------------ state
+    # -------------------------------------------------------------------------------- state
 
     async def check_health(self, timeout_s: float = 5.0) -> None:
-        """Return if the server takes requests, or would if it were not paused; raise ServerError if not."""
-        if await self.is_paused(timeout_s):  # or it starts, or is ill: then its scheduler does not answer
+        """Return if the server takes requests, or would without a pause; else raise ServerError."""
+        # or it starts, or is ill: then its scheduler does not answer
+        if await self.is_paused(timeout_s):
             await self.server_info(timeout_s)
 
     async def is_paused(self, timeout_s: float = 5.0) -> bool:
-        """Return whether it takes no requests now: paused until `continue_`, or ill, which SGLang tells by one
-        status."""
+        """Return whether it takes no requests now: paused until `continue_`, or ill.
+
+        SGLang has one status for both.
+        """
         try:
             await self._request("GET", HealthCheck.TAKES_REQUESTS, None, timeout_s)
         except ServerError as error:
@@ -204,8 +216,8 @@ class SGLangClient:
     async def resume(self, timeout_s: float = 5.0) -> None:
         """Have a server that `is_paused` take requests again.
 
-        Raises ServerError where it is not paused but ill: SGLang does not tell these apart, but a server that was told
-        to continue is paused no more.
+        Raises ServerError if it is not paused but ill. SGLang does not tell these apart, but a
+        server is paused no more after it was told to continue.
         """
         try:
             await self.end_weight_update(timeout_s)
@@ -217,14 +229,15 @@ class SGLangClient:
             await self.check_generation(timeout_s)
 
     async def check_generation(self, timeout_s: float) -> None:
-        """Have the server generate a token; raise ServerError where none comes.
+        """Have the server generate a token; raise ServerError without one.
 
-        Not for a paused server: SGLang calls a server ill that does not answer this, and well again only when it does.
+        Not for a paused server: without an answer SGLang calls a server ill, and well again only
+        after one.
         """
         await self._request("GET", HealthCheck.GENERATES, None, timeout_s)
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Ask until the server is healthy; at the deadline raise ServerError with the last answer."""
+        """Ask until the server is healthy; raise ServerError with the last answer if it is late."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -242,8 +255,10 @@ class SGLangClient:
         return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
     async def kv_used(self, timeout_s: float = CALL_TIMEOUT_S) -> float:
-        """Return the share of its KV cache that its requests take now. What the cache keeps of earlier requests, to use
-        it again, does not count: it makes room when it is needed."""
+        """Return the share of its KV cache in use by its requests now.
+
+        The cached prefixes of earlier requests do not count: they make room when it is needed.
+        """
         answer = await self._request("GET", _LOADS, None, timeout_s)
         try:
             loads = answer["loads"]
@@ -253,21 +268,24 @@ class SGLangClient:
             raise ServerError(self.url, _LOADS, 200, f"{error!r} in {json.dumps(answer)}") from error
 
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
-        """Return the version of the weights that the server holds now; FOREIGN_VERSION where we did not set it."""
+        """Return the version of the server's present weights; FOREIGN_VERSION for foreign ones."""
         info = await self._request("GET", "/model_info", None, timeout_s)
         if not isinstance(info, dict) or "weight_version" not in info:
             raise ServerError(self.url, "/model_info", 200, f"no weight_version: {info}")
         return _version(info["weight_version"])
 
-    # ------------------------------------------------------------------------------------------------ weight updates
+    # ---------------------------------------------------------------------------- weight updates
 
     async def pause(
         self, mode: Literal["abort", "retract", "in_place"] = "retract", timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
         """Stop generating.
 
-        mode: retract: running requests go on after `continue_`, their caches recomputed with the weights of then;
-        in_place: caches stay; abort: running requests end with what they have.
+        mode:
+          retract: running requests go on after `continue_`, their caches recomputed with the
+              weights of then.
+          in_place: caches stay.
+          abort: running requests end with their present tokens.
         """
         await self.post("/pause_generation", {"mode": mode}, timeout_s)
 
@@ -306,7 +324,7 @@ class SGLangClient:
         await self.post("/begin_weight_update", {}, timeout_s)
 
     async def end_weight_update(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Close the update session; refused where none is open."""
+        """Close the update session; refused if none is open."""
         await self.post("/end_weight_update", {}, timeout_s)
 
     async def update_weights_from_distributed(
@@ -321,12 +339,16 @@ class SGLangClient:
         load_format: str | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        """Receive tensors that the group's rank 0 broadcasts in this order. dtypes: torch's names ("float32").
+        """Receive tensors broadcast in this order by the group's rank 0.
 
-        load_format "flattened_bucket": one uint8 broadcast that holds them all. Returns when they are loaded.
+        Returns once they are loaded.
 
-        Calls may overlap: the server takes up their requests in the order of the calls, each after its answer to the
-        one before. A call that is cancelled or too late fails those behind it, whose requests are not taken up.
+        dtypes: torch's names ("float32"). load_format "flattened_bucket": one uint8 broadcast of
+        them all.
+
+        Calls may overlap: the server takes up their requests in the order of the calls, each after
+        its answer to the one before. A cancelled or late call fails the calls behind it: their
+        requests are not taken up.
         """
         fields = {
             "names": list(names),
@@ -354,26 +376,28 @@ class SGLangClient:
         answer = await self.post("/weights_checker", {"action": "checksum"}, timeout_s)
         return tuple(rank["checksums"] for rank in answer["ranks"])
 
-    # ------------------------------------------------------------------------------------------------ HTTP
+    # -------------------------------------------------------------------------------- HTTP
 
     async def post(self, route: str, fields: dict[str, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """Return the answer to a request, of a route that has no method here too. Raises ServerError where the answer
-        says that it did not succeed."""
+        """Return the answer to a request, also of a route without a method here.
+
+        Raises ServerError for an answer that reports a failure.
+        """
         answer = await self._request("POST", route, fields, timeout_s)
         self._require_success(route, answer)
         return answer
 
     async def _request(self, method: str, route: str, fields: dict[str, Any] | None, timeout_s: float) -> Any:
-        """Return the answer's JSON, None where its content type is another one."""
+        """Return the answer's JSON, None for another content type."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
-                # the controller bounds what is in flight
+                # the controller bounds the number in flight
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             )
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            # a redirection is not followed: the key is for this server alone
+            # a redirection is not followed: the key is only for this server
             async with self._session.request(
                 method, self.url + route, **_as_json(fields), timeout=timeout, allow_redirects=False
             ) as response:
@@ -384,8 +408,10 @@ class SGLangClient:
             raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
 
     def _content(self, route: str, status: int, content_type: str, body: bytes) -> Any:
-        """Return the JSON of an answer, None where its content type is another one. Raises ServerError where the
-        status is not 200."""
+        """Return the JSON of an answer, None for another content type.
+
+        Raises ServerError for another status than 200.
+        """
         if status in (401, 403):
             why = "refuses the key that it was sent" if self._headers else "demands a key, and was sent none"
             raise KeyRefused(self.url, route, status, why)
@@ -402,7 +428,7 @@ class SGLangClient:
 
 
 def _as_json(fields: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a request that send the fields, which may be arrays: no list is made of them."""
+    """Return the arguments of a request with the fields; arrays among them become no lists."""
     if fields is None:
         return {}
     body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -415,7 +441,7 @@ def _head(content: bytes) -> str:
 
 
 def _version(name: str | int | None) -> int:
-    """Return a weight version as a number; FOREIGN_VERSION where it is none."""
+    """Return a weight version as a number, FOREIGN_VERSION for another name."""
     try:
         return FOREIGN_VERSION if name is None else int(name)
     except (TypeError, ValueError):
@@ -423,8 +449,10 @@ def _version(name: str | int | None) -> int:
 
 
 def generation_of(answer: dict[str, Any]) -> Generation:
-    """Return what an answer of `/generate` says. Raises ValueError, KeyError or TypeError where it contradicts
-    itself."""
+    """Return the generation of an answer of `/generate`.
+
+    Raises ValueError, KeyError or TypeError for an answer that contradicts itself.
+    """
     meta = answer["meta_info"]
     tokens = token_array(answer["output_ids"], TOKEN, "token id")
     scored = meta.get("output_token_logprobs") or []
@@ -444,7 +472,7 @@ def generation_of(answer: dict[str, Any]) -> Generation:
 
 
 def _versions_per_token(meta: dict[str, Any], num_tokens: int) -> np.ndarray:
-    spans = meta.get("weight_versions") or []  # none where a request was aborted before its first token
+    spans = meta.get("weight_versions") or []  # none of a request aborted before its first token
     end = 0
     for span in spans:
         if span["start"] != end:

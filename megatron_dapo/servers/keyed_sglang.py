@@ -2,9 +2,10 @@
 
 python -m megatron_dapo.servers.keyed_sglang KEY_FILE [argument of sglang.launch_server ...]
 
-SGLang's own way, --api-key, shows the key in the list of processes and in its log, and leaves routes open: /health*,
-which generates a token, /ready*, /metrics*, and OPTIONS. Here the key comes from a file, and every route demands it.
-SGLang gets it too, because it asks itself for a first answer.
+SGLang's own way, --api-key, shows the key in the list of processes and in its log. It also leaves
+routes open: /health*, which generates a token, /ready*, /metrics*, and OPTIONS. Here the key comes
+from a file, and every route demands it. SGLang gets it too, because it asks itself for a first
+answer.
 """
 
 import os
@@ -26,7 +27,7 @@ SERVED_MODELS = "megatron_dapo.servers.served_models"
 
 
 class KeyGuard:
-    """ASGI middleware: whoever does not bring the key gets 401, whatever is asked for."""
+    """ASGI middleware: every request without the key gets 401."""
 
     def __init__(self, app: App, key: str) -> None:
         self._app = app
@@ -47,7 +48,8 @@ class KeyGuard:
 def main() -> int:
     """Run the server until it ends; return the exit code."""
     key_file, *arguments = sys.argv[1:]
-    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", SERVED_MODELS)  # read when SGLang is imported, by forks too
+    # read at SGLang's import, by forks too
+    os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", SERVED_MODELS)
     with large_imports():
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
@@ -75,8 +77,7 @@ def main() -> int:
 
 
 def _check_reach(settings: Any) -> None:
-    """Raise UserError for arguments with which something would listen that our middleware does not stand before, or
-    that hold a key of their own."""
+    """Raise UserError for arguments with an own key, or a listener outside our middleware."""
     wrong = {
         "--api-key": settings.api_key,
         "--admin-api-key": settings.admin_api_key,

@@ -1,4 +1,4 @@
-"""Pipelined requests: a server takes them up in the order sent, and they do not wait for one another."""
+"""Pipelined requests, taken up by a server in the order sent, without waiting for one another."""
 
 import asyncio
 import socket
@@ -24,17 +24,21 @@ class Answer:
 
 
 class RequestPipeline:
-    """POST requests over one connection (HTTP/1.1 pipelining, RFC 9112, section 9.3.2). Use it inside one event loop.
+    """POST requests over one connection (HTTP/1.1 pipelining, RFC 9112, section 9.3.2).
 
-    A server answers the requests of a connection in order, and begins with one only when the answer before it is out,
-    since a POST may change what the next one finds. On two connections the later request can overtake the earlier one.
-    uvicorn, which SGLang runs on, and aiohttp keep the next requests unread until then.
+    Use it inside one event loop.
 
-    The connection lasts as long as an answer is awaited. So no request meets one that the server closes as idle.
+    A server answers the requests of a connection in order, and begins with one only after the
+    answer before it: a POST may change the state found by the next one. On two connections the
+    later request can overtake the earlier one. uvicorn, SGLang's base, and aiohttp keep the next
+    requests unread until then.
+
+    The connection lasts as long as an answer is awaited. So no request meets an idle one closed by
+    the server.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """Prepare requests to the server at `url`, each with these headers. No connection is opened yet."""
+        """Prepare requests to the server at `url`, with these headers; open no connection yet."""
         self._url = urlsplit(url)
         self._headers = headers
         self._connection: _Connection | None = None
@@ -44,10 +48,12 @@ class RequestPipeline:
     async def post(self, route: str, body: bytes) -> Answer:
         """Send a JSON document and return the answer. Requests go out in the order of the calls.
 
-        Raises OSError where there is no connection or it ends early, and h11.RemoteProtocolError where the answer is
-        not HTTP. A call that is cancelled ends the connection, and with it the calls that are under way: the server
-        does not take up what it has not begun with, unless its answer to the one before is on the way already. Where
-        no connection can be made, the calls that wait for it fail too.
+        A cancelled call ends the connection, and with it the calls under way. The server takes up
+        no request not begun yet, unless its answer to the one before is on the way already. If no
+        connection can be made, the calls waiting for it fail too.
+
+        Raises OSError if there is no connection or it ends early, and h11.RemoteProtocolError for
+        an answer outside HTTP.
         """
         num_failed = self._num_failed_connections
         async with self._turn:
@@ -68,7 +74,7 @@ class RequestPipeline:
             raise
 
     def close(self) -> None:
-        """End the connection; calls that are under way fail."""
+        """End the connection; calls under way fail."""
         if self._connection is not None:
             self._connection.abort()
 
@@ -90,7 +96,7 @@ class RequestPipeline:
 
 @dataclass
 class _Exchange:
-    """One request and what has come of its answer."""
+    """One request and the part of its answer so far."""
 
     answer: asyncio.Future[Answer]
     parser: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
@@ -98,7 +104,7 @@ class _Exchange:
     body: bytearray = field(default_factory=bytearray)
 
     def receive(self, data: bytes) -> bytes | None:
-        """Take in bytes of the answer; return those after its end, None while it is not whole."""
+        """Take in bytes of the answer; return those after its end, None before it."""
         self.parser.receive_data(data)
         while True:
             event = self.parser.next_event()
@@ -120,7 +126,7 @@ class _Exchange:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection with the requests that are not answered yet."""
+    """A connection with its unanswered requests."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -128,7 +134,7 @@ class _Connection(asyncio.Protocol):
         self._exchanges: deque[_Exchange] = deque()
 
     def send(self, request: h11.Request, body: bytes) -> asyncio.Future[Answer]:
-        """Write a request behind those that were sent; return its answer to come."""
+        """Write a request behind the sent ones; return its answer to come."""
         exchange = _Exchange(asyncio.get_running_loop().create_future())
         head = exchange.parser.send(request) or b""
         data = exchange.parser.send(h11.Data(data=body)) or b""
@@ -138,13 +144,15 @@ class _Connection(asyncio.Protocol):
         return exchange.answer
 
     def abort(self) -> None:
-        """End the connection at once, so that the server cannot answer any more and begins with nothing that it has not
-        read yet."""
+        """End the connection at once.
+
+        The server can answer no more, and begins with no unread request.
+        """
         if self.has_ended:
             return
         self.has_ended = True
         if (sock := self._transport.get_extra_info("socket")) is not None:
-            # a reset and not an orderly end, which a server does not see while it works on a request
+            # a reset and not an orderly end, unseen by a server at work on a request
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
         self._transport.abort()
 

@@ -1,4 +1,4 @@
-"""The SGLang servers that a run or an evaluation starts on this machine: the rollout's and the reward model's."""
+"""A run's or an evaluation's SGLang servers on this machine: the rollout's, the reward model's."""
 
 import json
 import logging
@@ -33,10 +33,12 @@ class RunServers:
         Args:
             config: of the run.
             log_dir: folder of their log files.
-            rollout, reward_model: which ones.
-            first_gpu: GPUs of this machine before it belong to the trainer; the reward model's follow the rollout's.
-            first_port: the servers listen on it and the ports after it; None = free ports.
-            node: a part of the names of the servers and their log files, where several nodes share log_dir.
+            rollout, reward_model: start these.
+            first_gpu: GPUs of this machine before it belong to the trainer; the reward model's
+                follow the rollout's.
+            first_port: the servers listen on it and the ports after it; by default on free ports.
+            node: a part of the names of the servers and their log files, if several nodes share
+                log_dir.
         """
         suffix = f"-{node}" if node else ""
         self._rollout: ServerSupervisor | None = None
@@ -74,15 +76,15 @@ class RunServers:
 
     @property
     def key_file(self) -> Path:
-        """Return the file with the key that all of them demand."""
+        """Return the file with the key demanded by all of them."""
         return self._all[0].key_file
 
     def pids(self) -> list[int]:
-        """Return the processes that were started for them, the reward model's last."""
+        """Return the processes started for them, the reward model's last."""
         return [pid for servers in self._all for pid in servers.pids()]
 
     def overrides(self) -> list[str]:
-        """Return overrides that name these servers in a config."""
+        """Return config overrides with the names of these servers."""
         named = self._rollout.overrides() if self._rollout else []
         if self._reward_model is not None:
             [url] = self._reward_model.urls
@@ -96,10 +98,10 @@ class RunServers:
             servers.start()
 
     def check(self) -> bool:
-        """Look at every server once and restart those that do not work; return whether all are healthy.
+        """Look at every server once and restart the failed ones; return whether all are healthy.
 
-        Raises ServerFailure if the rollout has no server left, or one was never healthy. Without its reward
-        model a run ends by itself, once too few responses got a verdict.
+        Raises ServerFailure if the rollout has no server left, or one was never healthy. Without
+        its reward model a run ends by itself, once too few responses got a verdict.
         """
         if self._reward_model is None:
             return self._rollout is None or self._rollout.check()
@@ -121,7 +123,10 @@ class RunServers:
 
 
 def _of_reward_model(config: Config) -> Config:
-    """Return the config of a run whose only server serves the reward model. Raises UserError if it is none."""
+    """Return the config of a run with only the reward model's server.
+
+    Raises UserError for another kind of model.
+    """
     model = config.reward.model
     folder = ModelFolder.of(str(model.path)).hf
     own = config.actor_rollout_ref.rollout.server

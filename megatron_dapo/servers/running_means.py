@@ -1,4 +1,4 @@
-"""Means of numbers that are taken now and then, without keeping the numbers."""
+"""Means of numbers taken now and then, without keeping the numbers."""
 
 import time
 
@@ -29,7 +29,7 @@ class MeanOverTime:
 
 
 class MeanAndMax:
-    """The mean and the largest of numbers that were looked at."""
+    """The mean and the largest of counted numbers."""
 
     def __init__(self) -> None:
         self._sum = 0.0
@@ -37,13 +37,13 @@ class MeanAndMax:
         self._largest = 0.0
 
     def add(self, value: float) -> None:
-        """Count a number, which is not negative."""
+        """Count a number, at least 0."""
         self._sum += value
         self._number += 1
         self._largest = max(self._largest, value)
 
     def take(self) -> tuple[float, float] | None:
-        """Return (mean, largest), or None where there was no number, and begin anew."""
+        """Return (mean, largest), or None without a number, and begin anew."""
         taken = (self._sum / self._number, self._largest) if self._number else None
         self._sum = 0.0
         self._number = 0

@@ -1,4 +1,4 @@
-"""SGLang's class for DeepSeek-V3, such that servers on CPUs can attend."""
+"""SGLang's class for DeepSeek-V3, made to attend on CPUs."""
 
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -6,6 +6,6 @@ from sglang.srt.models.deepseek_v2 import DeepseekV3ForCausalLM
 
 __all__ = ["DeepseekV3ForCausalLM"]
 
-# SGLang 0.5.23 would multiply the queries of a whole prompt with whole keys there, and look for these in its cache,
-# which has the latent vectors.
+# SGLang 0.5.23 would multiply the queries of a whole prompt with whole keys there. It would look
+# for these in its cache, which has the latent vectors.
 AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

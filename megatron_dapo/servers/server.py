@@ -18,14 +18,14 @@ class Request:
 
 
 @dataclass
-class Server:
+class Server:  # One server as the controller knows it.
     """One server as the controller knows it."""
 
     client: SGLangClient
     state: ServerState = ServerState.DOWN
     num_in_flight: int = 0  # requests that hold a slot
     num_misses: int = 0  # failed health checks in a row
-    paused_since: float | None = None  # first seen paused with the requests that it has
+    paused_since: float | None = None  # first seen paused with its present requests
     _requests: dict[str, Request] = field(default_factory=dict)  # by their ids
 
     @property
@@ -49,8 +49,8 @@ class Server:
     ) -> Generation:
         """Return the client's answer.
 
-        Raises ServerError at once if the server is lost meanwhile, or found to hold weights older than
-        oldest_allowed.
+        Raises ServerError at once if the server is lost meanwhile, or found to hold weights older
+        than oldest_allowed.
         """
         request_id = uuid.uuid4().hex
         asking = self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts)
@@ -66,12 +66,18 @@ class Server:
             answer.cancel()
 
     async def abort_requests(self, timeout_s: float) -> None:
-        """Have the server answer all requests with the tokens that they have. Those that it does not hear of go on."""
+        """Have the server answer all requests with their present tokens.
+
+        A request goes on if the server does not hear of this.
+        """
         calls = (self.client.abort(request_id, timeout_s) for request_id in list(self._requests))
         await asyncio.gather(*calls, return_exceptions=True)
 
     def drop_requests(self, writes: int | None = None) -> None:
-        """End all requests with a ServerError; with `writes`, only those that this weight version may not write."""
+        """End all requests with a ServerError.
+
+        writes: end only requests closed to this weight version.
+        """
         for request in self._requests.values():
             if writes is None or writes < request.oldest_allowed:
                 request.answer.cancel()

@@ -1,8 +1,8 @@
-"""Removes the files of an SGLang server outside the run folder: a server removes nothing when it ends.
+"""Removes the files of an SGLang server outside the run folder: it removes nothing at its end.
 
-Its sockets (`tmp01234567` in TMPDIR) get a folder of their own. Its shared memory (/dev/shm/sglang_loads_*)
-has a random name that only its processes know: it is looked up among their open files and noted in that
-folder, for the successor of a killed supervisor.
+Its sockets (`tmp01234567` in TMPDIR) get a folder of their own. Its shared memory
+(/dev/shm/sglang_loads_*) has a random name known only to its processes. It is looked up among their
+open files and noted in that folder, for the successor of a killed supervisor.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ _SHARED_MEMORY_PATHS = "/dev/shm/sglang_loads_"
 class ServerFiles:
     """The private folder of one start of a server.
 
-    The process that made it holds its lock. Once that process is gone, the next one may remove it.
+    Its maker holds its lock. Once that process is gone, the next one may remove it.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -38,7 +38,7 @@ class ServerFiles:
         self._list = self._folder / _SHARED_MEMORY
         self._list.touch()
         self.variables = {"TMPDIR": str(self._folder)}
-        # as it comes it is in TMPDIR, and would be built at each start
+        # by default it is in TMPDIR, and would be built at each start
         if "TORCHINDUCTOR_CACHE_DIR" not in environment:
             self.variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder({"TMPDIR": str(parent)}) / "torchinductor")
 
@@ -60,7 +60,7 @@ class ServerFiles:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the files that this user's killed supervisors left."""
+    """Remove the files left by this user's killed supervisors."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
             if folder.lstat().st_uid != os.getuid() or not (folder / _SHARED_MEMORY).exists():

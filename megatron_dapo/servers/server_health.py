@@ -1,9 +1,9 @@
-"""Health of a server: its states, the events that change them, and the questions that tell.
+"""Health of a server: its states, the events that change them, and the health checks.
 
-Two parties keep a state of each server. The controller (`ServerPool`) decides which servers get
-requests; it knows servers only by their answers. The supervisor (`ServerSupervisor`) owns the process
-and starts it again. They share no memory: the controller leaves a note (`report_unresponsive`), and the
-supervisor's `ServerWatch` then waits less long for an answer.
+Two parties keep a state of each server. The controller (`ServerPool`) decides on the receivers of
+requests; it knows servers only by their answers. The supervisor (`ServerSupervisor`) owns the
+process and starts it again. They share no memory: the controller leaves a note
+(`report_unresponsive`), and the supervisor's `ServerWatch` then waits less long for an answer.
 """
 
 import http.client
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 HTTP_OK = 200
 UNAVAILABLE = 503
-"""SGLang's status for a server that does not do what the check asks of it."""
+"""SGLang's status for a server that fails the check."""
 
 
 class ServerState(Enum):
@@ -31,10 +31,12 @@ class ServerState(Enum):
 
 
 class ServerEvent(Enum):
-    """Something that the controller learns of a server, and from whom."""
+    """News about a server for the controller, and their source."""
 
-    LOST = auto()  # no answer: to a request (Sampler), at the start of a step, or to several checks of the watch
-    STUCK = auto()  # told to continue, it takes no requests: at the start of a step, or by the watch
+    # no answer: to a request (Sampler), at the start of a step, or to several checks of the watch
+    LOST = auto()
+    # told to continue, it takes no requests: at the start of a step, or by the watch
+    STUCK = auto()
     GENERATED = auto()  # an ill server wrote a token: the watch
     BEHIND = auto()  # other weights, or paused: Sampler, at the start of a step, or by the watch
     READY = auto()  # the trainer's weights, and not paused: at the start of a step, or by the watch
@@ -46,7 +48,8 @@ _STATES: Mapping[ServerState, Mapping[ServerEvent, ServerState]] = {
         ServerEvent.BEHIND: ServerState.BEHIND,
         ServerEvent.READY: ServerState.CURRENT,
     },
-    # SGLang answers most routes of an ill server as those of a paused one: only a token ends this state
+    # SGLang answers most routes of an ill server as those of a paused one: only a token ends this
+    # state
     ServerState.ILL: {ServerEvent.GENERATED: ServerState.DOWN},
     ServerState.BEHIND: {
         ServerEvent.LOST: ServerState.DOWN,
@@ -66,7 +69,7 @@ class StartState(Enum):
 
     STOPPED = "stopped"  # not started yet, stopped, or given up
     STARTING = "starting"  # its process runs and takes no requests yet
-    WORKING = "working"  # it took requests; from now on a `ServerWatch` tells whether it still works
+    WORKING = "working"  # it took requests; from now on a `ServerWatch` looks after it
     WAITING = "waiting"  # its process ended; the next start is due later
 
     def after(self, event: "StartEvent") -> "StartState":
@@ -75,7 +78,7 @@ class StartState(Enum):
 
 
 class StartEvent(Enum):
-    """Something that the supervisor does with a server, or learns of it."""
+    """An action of the supervisor on a server, or news about it."""
 
     STARTED = auto()  # its process was started
     HEALTHY = auto()  # it takes requests for the first time
@@ -96,19 +99,31 @@ _START_STATES: Mapping[StartState, Mapping[StartEvent, StartState]] = {
 
 
 class HealthCheck(StrEnum):
-    """The routes about a server's health. Each docstring says what a good answer (status 200) proves."""
+    """The routes about a server's health.
+
+    Each docstring gives the meaning of a good answer (200).
+    """
 
     SCHEDULER_ANSWERS = "/server_info"
     """Its scheduler works, also while the server is paused."""
 
     TAKES_REQUESTS = "/ready"
-    """It would begin a request now. Status 503: it starts, is paused, or is ill; SGLang does not tell these apart."""
+    """It would begin a request now.
+
+    Status 503: it starts, is paused, or is ill, all alike for SGLang.
+    """
 
     GENERATES = "/health"
-    """It has just generated a token. Not for a paused server: SGLang calls one ill that does not answer this."""
+    """It has just generated a token.
+
+    Not for a paused server: without an answer SGLang calls it ill.
+    """
 
     GENERATED_LATELY = "/health_generate"
-    """Its scheduler and detokenizer have done something since the question. Not for a paused server either."""
+    """Its scheduler and detokenizer have worked since the question.
+
+    Not for a paused server either.
+    """
 
 
 class HttpAnswer(NamedTuple):

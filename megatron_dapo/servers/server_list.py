@@ -1,4 +1,4 @@
-"""The list of a run's servers: URLs that never change, or the lines of a file that is read again and again."""
+"""The list of a run's servers: fixed URLs, or the lines of a file read again and again."""
 
 import logging
 from collections.abc import Sequence
@@ -41,7 +41,8 @@ class ServerList:
     def read_or_keep(self) -> list[str]:
         """Return the URLs for a run under way.
 
-        If the file is gone, unreadable or malformed, the last good list stays, with one line in the log.
+        If the file is gone, unreadable or malformed, the last good list stays, with one line in the
+        log.
         """
         complaint = ""
         if self._file is not None:
@@ -59,7 +60,7 @@ class ServerList:
     def _parsed(self, file: Path) -> list[str]:
         """Return the file's URLs.
 
-        Raises FileNotFoundError, or UserError for a file that cannot be read or has a malformed line.
+        Raises FileNotFoundError, and UserError for an unreadable file or a malformed line.
         """
         try:
             text = file.read_text(encoding="utf-8")
@@ -76,7 +77,7 @@ class ServerList:
 
 
 def parse_urls(text: str, source: str) -> list[str]:
-    """Return the URLs of a text, one per line; repetitions, empty lines and comments (#) do not count."""
+    """Return the URLs of a text, one per line, each once, without empty lines and comments (#)."""
     urls: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         url = line.partition("#")[0].strip()

@@ -1,4 +1,4 @@
-"""The servers of a run. A request goes to the least loaded one that is up and holds the current weights."""
+"""The servers of a run; a request goes to the least loaded one with the current weights."""
 
 import asyncio
 import logging
@@ -19,23 +19,26 @@ from megatron_dapo.servers.server_list import ServerList
 log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
-_MISSES = 3
+_MISSES = 3  # Health checks in a row that a server at work may miss: a busy one is not lost.
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
 
 PAUSE_S = 30.0
 """How long a server with requests may be paused by others than a push."""
 
 _ABORT_INTERVAL_S = 0.1
-_ABORT_CALL_S = 0.5  # that a server may take to hear of it: those that answer are asked again and wait for none
+# for one call: after an answer a server is asked again, without waiting for the slow ones
+_ABORT_CALL_S = 0.5
 
 
 class ServerPool:
-    """The servers of the run, whose number may change, with their states (`server_health.py`).
+    """The servers of the run, of changing number, with their states (`server_health.py`).
 
-    Only current servers get requests. A stale one finishes the requests that its version may write. A
-    paused server with the right weights is told to continue: by `expect` at once, with requests once no
-    push takes that long. All servers are watched, also at work: requests at a lost one end at once with
-    a ServerError. A server that is no longer listed finishes its requests, and is watched until then.
+    Only current servers get requests. A stale one finishes the requests open to its version. A
+    paused server with the right weights is told to continue: by `expect` at once, with requests
+    once no push takes that long.
+
+    All servers are watched, also at work: requests at a lost one end at once with a ServerError. A
+    server no longer listed finishes its requests, and is watched until then.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class ServerPool:
             probe_interval_s: between two looks at a server.
             connect: makes the client of a URL.
             report_unresponsive: called with servers (URL -> why) that missed their health checks.
-            push_s: how long a push may pause servers with requests; 0 = pushes come when there are none.
-            keeps_caches: a push leaves the prefixes that older weights read in the servers' caches.
+            push_s: how long a push may pause servers with requests; 0 = pushes come between
+                requests.
+            keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
         """
         self.servers: list[Server] = []
         self.version: int | None = None
@@ -67,7 +71,8 @@ class ServerPool:
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
-        self._known: dict[str, Server] = {}  # all that were ever listed: their clients are closed in the end
+        # all servers ever listed: their clients are closed in the end
+        self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
         self._probe_interval_s = probe_interval_s
@@ -75,10 +80,11 @@ class ServerPool:
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
         self._push_s = push_s
-        # a server outlives a run: what others read at the same version, by other weights, is not this run's
+        # a server outlives a run: prefixes read by other runs at the same version, by other
+        # weights, are not this run's
         self._salt = uuid.uuid4().hex if keeps_caches else None
         self._waiters: deque[asyncio.Future] = deque()
-        self._num_waiting = 0  # requests that wait for a slot, also those that were woken just now
+        self._num_waiting = 0  # requests waiting for a slot, also those just woken
         self._slots_changed = asyncio.Event()  # the next time
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
@@ -90,8 +96,8 @@ class ServerPool:
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
 
-        Raises ServersMissing naming those that are not healthy after timeout_s, UserError for a list with a mistake,
-        and at once for a key that is refused.
+        Raises ServersMissing naming the servers still unhealthy after timeout_s, UserError for a
+        list with a mistake, and at once for a refused key.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -113,7 +119,9 @@ class ServerPool:
         self._follow()
 
     async def expect(self, version: int) -> None:
-        """From now on send requests only to servers with this weight version. Ask every server for its own.
+        """Send requests only to servers with this weight version from now on.
+
+        Ask every server for its own.
 
         Requests in flight go on.
         """
@@ -131,12 +139,12 @@ class ServerPool:
         return self._capacity.take()
 
     def mean_slots_used(self) -> float:
-        """Return the mean share of the current servers' slots that held a request, since the last call."""
+        """Return the mean share of occupied slots of current servers since the last call."""
         self._account()
         return self._slots_used.take()
 
     def mean_without_requests(self) -> float:
-        """Return the mean share of idle servers among those that answer, since the last call."""
+        """Return the mean share of idle servers among the answering ones since the last call."""
         self._account()
         return self._without_requests.take()
 
@@ -157,25 +165,29 @@ class ServerPool:
         return [server.url for server in self.servers if server.state in states]
 
     def in_flight(self) -> dict[str, int]:
-        """Return url -> requests in flight, where there are any."""
+        """Return url -> requests in flight, of servers with any."""
         return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
 
     @property
     def cache_salt(self) -> str | None:
         """Return the prefix-cache salt of new trajectories; it changes with the weight version.
 
-        None if servers forget cached prefixes at each push. `expect` changes the salt, a while after the
-        push. A trajectory that begins meanwhile has the old salt: the new weights write it, and its tokens
-        say so, but its prefix may come from the old ones. A push does the same to all responses that it
-        interrupts: their log-probs are the sampled ones, and the loss corrects for the rest. An evaluation
-        never meets this, since `expect` comes first. The salt must not change earlier: no server without a
-        version may fill the cache under that version's salt.
+        None if servers forget cached prefixes at each push.
+
+        `expect` changes the salt, a while after the push. A trajectory begun meanwhile has the old
+        salt: the new weights write it, and its tokens say so, but its prefix may come from the old
+        ones. A push does the same to all responses interrupted by it: their log-probs are the
+        sampled ones, and the loss corrects for the rest. An evaluation never meets this, since
+        `expect` comes first.
+
+        The salt must not change earlier: no server without a version may fill the cache under that
+        version's salt.
         """
         return f"{self._salt}-{self.version}" if self._salt else None
 
     @property
     def num_free_slots(self) -> int:
-        """Return the free slots of current servers, less the requests that wait for one."""
+        """Return the free slots of current servers, less the requests waiting for one."""
         current = (server for server in self.servers if server.state is ServerState.CURRENT)
         free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
         return max(free - self._num_waiting, 0)
@@ -183,7 +195,8 @@ class ServerPool:
     async def wait_for_slot_change(self) -> None:
         """Wait until a slot becomes free, or a server's state changes.
 
-        Raises RolloutError if all servers have been down for down_timeout_s, or are watched no more.
+        Raises RolloutError if all servers have been down for down_timeout_s, or are watched no
+        more.
         """
         self._raise_failure()
         await self._slots_changed.wait()
@@ -194,9 +207,9 @@ class ServerPool:
         """Hold a slot of a current server; wait while all are full or down.
 
         avoid: servers to take only if no other is free.
-        prefer: the server that has the prefix of the text in its cache; else the least loaded.
+        prefer: the server with the text's prefix in its cache; else the least loaded.
 
-        Raises NeedsSync if all servers that answer are stale, RolloutError if all have been down for
+        Raises NeedsSync if all answering servers are stale, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
         """
         self._num_waiting += 1
@@ -205,7 +218,7 @@ class ServerPool:
                 waiter = asyncio.get_running_loop().create_future()
                 self._waiters.append(waiter)
                 await waiter
-        except BaseException:  # it may have been woken for a slot, which another request takes then
+        except BaseException:  # it may have been woken for a slot, taken then by another request
             self._wake(1)
             raise
         finally:
@@ -228,7 +241,7 @@ class ServerPool:
         self._note(server, ServerEvent.BEHIND, f"needs a push of the weights: {reason}")
 
     async def abort_requests(self, timeout_s: float) -> None:
-        """Have the servers answer all requests with the tokens that they have; wait for it up to timeout_s.
+        """Have the servers answer all requests with their present tokens, within timeout_s.
 
         No request may be sent until `is_aborting` is reset.
         """
@@ -237,7 +250,8 @@ class ServerPool:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(server.num_in_flight for server in self._known.values()):
             await asyncio.gather(*(server.abort_requests(_ABORT_CALL_S) for server in self._known.values()))
-            await asyncio.sleep(_ABORT_INTERVAL_S)  # a request that was on its way is not known to its server yet
+            # a request on its way is not known to its server yet
+            await asyncio.sleep(_ABORT_INTERVAL_S)
 
     async def close(self) -> None:
         """End the watches, and close the connections to all servers."""
@@ -267,7 +281,7 @@ class ServerPool:
             raise failure
 
     def _wake(self, num_waiters: int | None = None) -> None:
-        """Let the requests that waited longest look again (None = all), and all that wait for a change."""
+        """Let all or the longest waiting requests look again, and all waiters for a change."""
         self._slots_changed.set()
         self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:
@@ -321,7 +335,7 @@ class ServerPool:
         self._wake()
 
     def _follow(self) -> None:
-        """Watch every server that is listed or still has requests."""
+        """Watch every listed server, and every other with requests."""
         listed = {server.url: server for server in self.servers}
         for url in self._watches.keys() - listed.keys():
             if not self._known[url].num_in_flight:
@@ -354,14 +368,18 @@ class ServerPool:
                 await self._resume(server)
                 is_paused = False
         except ServerError as error:
-            if isinstance(error, KeyRefused) and self._watch is None:  # at the start: waiting changes nothing
+            # at the start: waiting changes nothing
+            if isinstance(error, KeyRefused) and self._watch is None:
                 raise UserError(str(error)) from error
             self.mark_down(server, str(error))
             return
         self._classify(server, version, is_paused)
 
     async def _ask(self, server: Server) -> tuple[int, bool]:
-        """Return its weight version, and whether it is paused. Raises ServerError if it is not well."""
+        """Return its weight version, and whether it is paused.
+
+        Raises ServerError if it is not well.
+        """
         if server.state is ServerState.ILL:
             await server.client.check_generation(_PROBE_TIMEOUT_S)
             self._note(server, ServerEvent.GENERATED)
@@ -371,7 +389,10 @@ class ServerPool:
         return await server.client.weight_version(_PROBE_TIMEOUT_S), is_paused
 
     async def _resume(self, server: Server) -> None:
-        """Have it take requests again while no push is under way. Raises ServerError if it is ill, not paused."""
+        """Have it take requests again outside a push.
+
+        Raises ServerError if it is ill, not paused.
+        """
         log.warning("server %s is paused, or ill: it is told to continue", server.url)
         server.paused_since = None
         try:
@@ -395,13 +416,14 @@ class ServerPool:
             await self._note_kv_used(server)
 
     async def _look_after(self, server: Server) -> None:
-        """Ask whether it is up, with which weights; it may miss a check.
+        """Ask for its health and its weights; it may miss a check.
 
-        The requests of a server that is lost, or was started again, are lost too.
+        The requests of a lost or restarted server are lost too.
         """
         try:
             version, is_paused = await self._ask(server)
-            if version == FOREIGN_VERSION and not is_paused:  # or a push began between the two questions
+            # or a push began between the two questions
+            if version == FOREIGN_VERSION and not is_paused:
                 version, is_paused = await self._ask(server)
         except ServerError as error:
             server.num_misses += 1
@@ -412,10 +434,11 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
-        if server.state is ServerState.ILL:  # as `expect` found since it was asked
+        if server.state is ServerState.ILL:  # found by `expect` since it was asked
             return
         is_overdue = self._is_paused_by_others(server, is_paused)
-        # a pause, or a newer version than is asked for, is a push under way, before `expect` is told of it
+        # a pause, or a version newer than expected, is a push under way, before `expect` is told of
+        # it
         is_newer = self.version is not None and version > self.version
         is_in_push = is_newer or (is_paused and not is_overdue)
         if is_in_push and server.state is not ServerState.DOWN:
@@ -432,7 +455,7 @@ class ServerPool:
             server.drop_requests(version)
 
     async def _note_kv_used(self, server: Server) -> None:
-        """Note how full its cache is, if it has requests. Other questions tell its health."""
+        """Note the fill of its cache, if it has requests. Other questions tell its health."""
         if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
             return
         with suppress(ServerError):

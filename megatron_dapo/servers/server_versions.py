@@ -1,4 +1,4 @@
-"""Checks that servers have the SGLang version and settings that a run needs."""
+"""Checks of the SGLang versions and settings of servers for a run."""
 
 import re
 from collections.abc import Sequence
@@ -7,13 +7,17 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.servers.client import SGLangClient
 
 IN_FLIGHT_UPDATES = (0, 5, 23)
-"""The oldest SGLang that was seen to update weights and flush its cache while requests are retracted. Older ones count
-them as waiting: they refuse the flush, or their scheduler ends."""
+"""The oldest SGLang seen to update weights and flush its cache while requests are retracted.
+
+Older ones count them as waiting: they refuse the flush, or their scheduler ends.
+"""
 
 
 async def require_in_flight_updates(clients: Sequence[SGLangClient]) -> None:
-    """Raise UserError naming a server whose SGLang cannot be pushed to while it has requests, ServerError where one
-    does not answer."""
+    """Raise UserError naming a server with an SGLang that takes no push while it has requests.
+
+    Raise ServerError for a server without an answer.
+    """
     for client in clients:
         version = str((await client.server_info()).get("version"))
         numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
@@ -26,7 +30,10 @@ async def require_in_flight_updates(clients: Sequence[SGLangClient]) -> None:
 
 
 async def require_deterministic(clients: Sequence[SGLangClient]) -> None:
-    """Raise UserError naming a server without deterministic inference, ServerError where one does not answer."""
+    """Raise UserError naming a server without deterministic inference.
+
+    Raise ServerError for a server without an answer.
+    """
     for client in clients:
         if (await client.server_info()).get("enable_deterministic_inference") is not True:
             raise UserError(

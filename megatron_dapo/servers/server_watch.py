@@ -1,7 +1,8 @@
-"""Watches whether a server still works: processes may live and HTTP may answer while nothing is generated.
+"""Watches whether a server still works.
 
-The trainer and the controller meet silent servers, but only a supervisor can start them again. They leave
-a note in the run folder, and the supervisor's watch looks into it.
+Its processes may live and HTTP may answer without any generation. The trainer and the controller
+meet silent servers, but only a supervisor can start them again. They leave a note in the run
+folder, and the supervisor's watch looks into it.
 """
 
 import logging
@@ -27,7 +28,7 @@ MIN_MISSES = 2
 SUSPECT_LIMIT_S = 15.0
 GENERATE_LIMIT_S = 120.0
 PUSH_MARGIN_S = 60.0
-"""On top of `weight_sync.timeout_s`, for which a push may keep a server's scheduler from answering."""
+"""On top of `weight_sync.timeout_s`: during a push a server's scheduler may not answer."""
 
 
 def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
@@ -44,10 +45,12 @@ def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
 class ServerWatch:
     """A thread that asks one server for its health every few seconds, until `stop`.
 
-    The scheduler answers `/server_info`; the work of scheduler and detokenizer answers
-    `/health_generate`, which is asked only of a server that is not paused. Neither disturbs a server at
-    work. A note of `report_unresponsive` makes the server suspect: SUSPECT_LIMIT_S is its limit until it is
-    seen to work. A paused server stays suspect, since it may answer while its GPUs wait for a dead one.
+    The scheduler answers `/server_info`. The work of scheduler and detokenizer answers
+    `/health_generate`, asked only of a server without a pause. Neither disturbs a server at work.
+
+    A note of `report_unresponsive` makes the server suspect: its limit is SUSPECT_LIMIT_S until it
+    is seen to work. A paused server stays suspect: it may answer while its GPUs wait for a dead
+    one.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ServerWatch:
 
         Args:
             status_of: (check, seconds) -> status of the answer; None without one.
-            silent_limit_s: longest silence of the scheduler of a server that is not suspect.
+            silent_limit_s: longest silence of the scheduler of a server beyond suspicion.
             note: file of `report_unresponsive` about this server.
         """
         self._status_of = status_of

@@ -1,4 +1,4 @@
-"""The supervisor of a config's SGLang servers on this machine: it starts them, keeps them alive, and stops them."""
+"""The supervisor of a config's SGLang servers on this machine: starts, restarts and stops them."""
 
 import json
 import logging
@@ -35,7 +35,10 @@ MAX_BACKOFF_S = 60.0  # between two starts of a server that dies before it is he
 
 
 class ServerFailure(RuntimeError):
-    """A server did not start, or died too often. The message names it, its log file and the log's last lines."""
+    """A server did not start, or died too often.
+
+    The message names it, its log file and the log's last lines.
+    """
 
     def summary(self) -> str:
         """Return the message on one line, with the last error of the log's lines."""
@@ -56,7 +59,7 @@ ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
 class ServerStart:
-    """One start of a server: its process, its files outside the run folder, and its watch once it works."""
+    """One start of a server: its process, its files outside the run folder, and its later watch."""
 
     def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float) -> None:
         self._started = time.monotonic()
@@ -70,7 +73,7 @@ class ServerStart:
         return time.monotonic() - self._started
 
     def stop_process(self, grace_s: float) -> None:
-        """End the process and all that it started."""
+        """End the process and all its children."""
         if self.watch is not None:
             self.watch.stop()
         self.process.stop(grace_s)
@@ -106,7 +109,7 @@ class SupervisedServer:
         log.info("%s is healthy at %s after %.0f s", self.name, self.url, current.age_s())
 
     def wait(self, delay_s: float) -> None:
-        """Note that its process ended, and when the next one is due."""
+        """Note that its process ended, and the delay of the next start."""
         self.state = self.state.after(StartEvent.ENDED)
         self.starts_again_at = time.monotonic() + delay_s
 
@@ -125,9 +128,9 @@ class SupervisedServer:
 class ServerSupervisor:
     """The servers of `actor_rollout_ref.rollout.server`.
 
-    URLs are known from construction on and survive restarts, and so does the key that the servers demand of everyone,
-    which lies in `key_file`. One thread owns a supervisor: it calls `start`, then `check` every second or so, and
-    `stop` in the end.
+    URLs are known from construction on and survive restarts. So does the key in `key_file`,
+    demanded by the servers. One thread owns a supervisor: it calls `start`, then `check` every
+    second or so, and `stop` in the end.
     """
 
     def __init__(
@@ -146,9 +149,9 @@ class ServerSupervisor:
             config: of the run.
             log_dir: folder of their log files.
             first_gpu: GPUs of this machine before it belong to others (the trainer).
-            first_port: the servers listen on it and the ports after it; None = free ports.
+            first_port: the servers listen on it and the ports after it; by default on free ports.
             name: of the servers and their log files, before their number.
-            command_of: how a server is started; None = `sglang_command`.
+            command_of: the maker of a server's command; by default `sglang_command`.
         """
         server = config.actor_rollout_ref.rollout.server
         self._settings = server
@@ -175,7 +178,7 @@ class ServerSupervisor:
         ]
 
     def overrides(self) -> list[str]:
-        """Return overrides that name these servers in a trainer's config."""
+        """Return overrides for a trainer's config with the names of these servers."""
         keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
         return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
 
@@ -187,17 +190,19 @@ class ServerSupervisor:
     def wait_healthy(self) -> None:
         """Wait until every server takes requests.
 
-        Raises ServerFailure at the deadline, or where one is beyond restarting.
+        Raises ServerFailure at the deadline, or for a server beyond restarting.
         """
         while not self.check():
             time.sleep(POLL_INTERVAL_S)
 
     def check(self) -> bool:
-        """Look at every server once and restart those that are dead or work no more.
+        """Look at every server once and restart the dead and the failed ones.
 
-        A server that died more than `max_restarts` times, or is not healthy at its deadline, is given up.
-        Returns whether all others are healthy. Raises ServerFailure if none is left, or if a server would
-        be given up before all were healthy once: then it is a mistake.
+        A server that died more than `max_restarts` times, or is not healthy at its deadline, is
+        given up. Return whether all others are healthy.
+
+        Raises ServerFailure if none is left, or if a server would be given up before all were
+        healthy once: then it is a mistake.
         """
         running = self._running()
         assert running, "start() comes before check(), and stop() after it"
@@ -211,11 +216,14 @@ class ServerSupervisor:
         return healthy
 
     def pids(self) -> list[int]:
-        """Return the processes that were started for the servers."""
+        """Return the processes started for the servers."""
         return [current.process.pid for _, current in self._running()]
 
     def stop(self) -> None:
-        """End all of them, at the same time; return when none of their processes is left. Can be called twice."""
+        """End all servers at the same time; return when none of their processes is left.
+
+        Can be called twice.
+        """
         running = self._running()
         for _, current in running:
             current.process.terminate()
@@ -228,7 +236,7 @@ class ServerSupervisor:
             port.release()
 
     def _running(self) -> list[tuple[SupervisedServer, ServerStart]]:
-        """Return the servers that are not stopped, with their last starts."""
+        """Return the servers not stopped, with their last starts."""
         return [(server, server.current) for server in self._servers if server.current is not None]
 
     def _start_if_due(self, server: SupervisedServer, current: ServerStart) -> bool:
@@ -275,7 +283,8 @@ class ServerSupervisor:
             return
         server.num_restarts += 1
         server.num_failed_starts = 0 if server.state is StartState.WORKING else server.num_failed_starts + 1
-        delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)  # 0, 1, 3, 7, ...
+        # 0, 1, 3, 7, ...
+        delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)
         log.error(
             "%s at %s %s; restart %d of %d%s",
             *(server.name, server.url, why, server.num_restarts, self._settings.max_restarts),
@@ -296,9 +305,14 @@ class ServerSupervisor:
 
 
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
-    """Return the command of an SGLang server. gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU."""
+    """Return the command of an SGLang server.
+
+    gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU.
+    """
     from megatron_dapo.platform import nccl
-    from megatron_dapo.platform.device import is_gpu, model_dtype  # imports torch, which the controller does without
+
+    # imports torch, avoided by the controller
+    from megatron_dapo.platform.device import is_gpu, model_dtype
 
     rollout = config.actor_rollout_ref.rollout
     model = ModelFolder.of(config.actor_rollout_ref.model.path)
@@ -318,17 +332,20 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         arguments.append("--enable-deterministic-inference")
     model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
     if model_json.get("n_shared_experts"):
-        # else a GPU server keeps the shared expert as one more of the others: under names that are not compared
+        # else a GPU server keeps the shared expert as one more of the others, under names outside
+        # the comparison
         arguments.append("--disable-shared-experts-fusion")
-    if model.megatron:  # only the trainer reads such weights; its first push comes before the first sample
+    # such weights are only the trainer's; its first push comes before the first sample
+    if model.megatron:
         arguments += ("--load-format", "dummy")
     if is_gpu():
         environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most, per log-prob
+        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most,
+        # per log-prob
         arguments.append("--enable-fp32-lm-head")
         if has_stacked_experts(model_json):
-            # else SGLang takes its backend triton_kernel, which holds experts transposed, so that they cannot be
-            # compared, and answers zeros in place of the experts that its routers chose
+            # else SGLang takes its backend triton_kernel: it holds experts transposed, so that they
+            # cannot be compared, and answers zeros in place of the experts chosen by its routers
             arguments += ("--moe-runner-backend", "triton")
         arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),
@@ -336,7 +353,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
             ("--mem-fraction-static", settings.mem_fraction_static),
         )
     else:
-        from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported where there is a GPU
+        from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported on a GPU machine
 
         environment = cpu_server.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += cpu_server.server_arguments(settings.max_total_tokens, settings.max_running_requests)
@@ -349,9 +366,9 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
 
 def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a PATH where our Python's programs come first, as where its environment is activated.
+    """Return a PATH with our Python's programs first, as in its activated environment.
 
-    A GPU server compiles kernels when it starts, and runs `ninja` for that.
+    A GPU server compiles kernels at its start, and runs `ninja` for that.
     """
     return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
 
@@ -362,15 +379,16 @@ def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
     A server asks itself for its first answer, and ends if none comes.
     """
     hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    if hosts.strip() == "*":  # alone it means all hosts
+    if hosts.strip() == "*":  # only a lone * means all hosts
         return {}
     return {"no_proxy": ",".join([*filter(None, [hosts]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
 
 
 class ReservedPort:
-    """A port that the kernel gives to nobody else while we hold it; number 0 asks for a free one.
+    """A port kept from all others by the kernel while we hold it; number 0 asks for a free one.
 
-    The socket is bound but does not listen, with SO_REUSEADDR, so that a server that sets it too can bind and listen.
+    The socket is bound but does not listen. It has SO_REUSEADDR, so that a server with the same
+    setting can bind and listen.
     """
 
     def __init__(self, host: str, number: int = 0) -> None:
@@ -392,10 +410,13 @@ class ReservedPort:
 
 
 def _reachable(host: str) -> str:
-    """Return the host by which others reach a server bound to `host`. Raises UserError if there is none."""
+    """Return the host's name for clients of a server bound to `host`.
+
+    Raises UserError without one.
+    """
     if host in ("0.0.0.0", "::"):
         bound_to = host
-        host = node_name()  # as a job's plan has it
+        host = node_name()  # as in a job's plan
         try:
             socket.getaddrinfo(host, None)
         except OSError as error:
@@ -415,7 +436,7 @@ def _words_of_options(*options: tuple[str, object]) -> list[str]:
 def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
     """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES; none on a CPU.
 
-    Raises UserError if there are too few, or none that torch can use.
+    Raises UserError if there are too few, or none usable by torch.
     """
     from megatron_dapo.platform.device import is_gpu, require_usable_gpus
 
@@ -434,7 +455,7 @@ def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list
 
 
 def visible_gpus() -> list[str]:
-    """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """Return this machine's GPUs by their names in CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

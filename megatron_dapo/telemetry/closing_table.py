@@ -70,7 +70,7 @@ class ServerLosses:
 
     num_rejoins: int
     num_steps_away: int
-    """Steps in which servers lacked the current weights for more than 1 % of the time."""
+    """Steps with servers behind the current weights for more than 1 % of the time."""
     tokens_per_s: float | None
     """Generated tokens of full steps, without the wait for the servers' start; None without such a
     step."""

@@ -222,8 +222,10 @@ def progress(total: int, what: str = "steps", has_left: bool = True):
 
 
 def duration(seconds: float) -> str:
-    """Return the time in at most two units: 42s, 3m07s, 2h05m. A time that is not finite is a
-    dash."""
+    """Return the time in at most two units: 42s, 3m07s, 2h05m.
+
+    An infinite or NaN time is a dash.
+    """
     if not math.isfinite(seconds):
         return "-"
     whole = round(seconds)

@@ -63,7 +63,7 @@ class MetricsFile:
             ) from error
 
     def append(self, line: str) -> None:
-        """Write the line at the end of the file. Raises OSError if that is not possible now."""
+        """Write the line at the end of the file. Raises OSError if it cannot be written now."""
         self._unwritten += line.encode("utf-8") + b"\n"
         with self._path.open("ab", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)

@@ -15,7 +15,7 @@ from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 WAITING = ("start", "rollout")
-"""Phases in which the trainer only waits for servers and samples."""
+"""Phases of the trainer's waiting for servers and samples."""
 
 
 class RankPeak(NamedTuple):
@@ -130,8 +130,10 @@ def server_metrics(metrics: Mapping[str, float], num_server_ranks: int) -> dict[
 
 
 def server_ranks(config: Config, metrics: Mapping[str, float]) -> int:
-    """Return the number of the servers' ranks: servers, as the rollout counted them, times ranks
-    per server, as the config says; 0 in a run without servers."""
+    """Return the number of the servers' ranks; 0 in a run without servers.
+
+    It is the rollout's count of servers times the config's ranks per server.
+    """
     if not uses_servers(config):
         return 0
     per_server = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size

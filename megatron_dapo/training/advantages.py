@@ -44,8 +44,10 @@ def estimate_advantages(
 def _per_token(
     shard: StepShard, controller: FixedKLController, config: Config, layout: ParallelLayout
 ) -> tuple[StepShard, dict[str, float]]:
-    """Estimate from r_t = -beta * KL_t, plus the shaped reward at the response's last counted
-    token; then the estimator, whitened over all counted tokens of the rollout step."""
+    """Estimate from r_t = -beta * KL_t, plus shaped reward at the response's last counted token.
+
+    Then comes the estimator, whitened over all counted tokens of the rollout step.
+    """
     penalised = uses_kl_in_reward(config)
     coefficient = controller.value if penalised else 0.0
     estimates: list[tuple[Tensor, Tensor]] = []

@@ -78,8 +78,10 @@ class Critic:
         return metrics
 
     def with_targets(self, shard: StepShard) -> list[MiniBatch]:
-        """Return the critic's mini-batches with the old values and returns of the actor's, on the
-        last stage, which computes the loss."""
+        """Return the critic's mini-batches with the old values and returns of the actor's.
+
+        They are filled in on the last stage, which computes the loss.
+        """
         if self.model.head is None:
             return shard.critic_mini_batches
         batches = [batch for mini_batch in shard.mini_batches for batch in mini_batch]

@@ -59,8 +59,10 @@ def _problem(check: Check) -> str:
 
 
 def _with_causes(error: BaseException) -> str:
-    """Return an error on one line, and the errors that it was raised from or while handling: a
-    compiler's own words are often in the innermost one."""
+    """Return an error on one line, with its causes and contexts.
+
+    A compiler's own words are often in the innermost one.
+    """
     chain = []
     link: BaseException | None = error
     while link is not None:

@@ -37,9 +37,11 @@ def loss_config(config: Config) -> LossConfig:
 
 
 def _log_likelihood(report_entropy: bool) -> LossConfig:
-    """Return -log-prob of each token, as a case of cispo: advantages of 1, and the policy as its
-    own old policy, so that the ratio is 1 and meets no bound. The fused head computes it in one
-    pass, like every sum over tokens."""
+    """Return -log-prob of each token, as a case of cispo.
+
+    Its advantages are 1, and the policy is its own old policy, so that the ratio is 1 and meets no
+    bound. The fused head computes it in one pass, like every sum over tokens.
+    """
     return LossConfig(
         clip=Clip(low=1.0, high=1.0), policy_loss="cispo", report_entropy=report_entropy, report_mismatch=False
     )

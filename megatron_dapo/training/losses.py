@@ -71,7 +71,7 @@ class _BuiltInLoss:
     max_response_length: int
     temperature: float
     weight_version: int = 0
-    """Of the weights whose samples are compared with the servers."""
+    """Of the weights behind the samples compared with the servers."""
 
     def tokens(self, batch: MicroBatch) -> TokenBatch:
         """Return the loss's inputs per token."""
@@ -185,9 +185,11 @@ class SequenceRatioLoss(_BuiltInLoss):
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor | None, batch: MicroBatch) -> Tensor:
-    """Return, at every counted token, the mean of log_probs - old_log_probs over the counted tokens
-    of its sample, in the shape of `tokens`, without gradient; 0 elsewhere, and everywhere without
-    old log-probs."""
+    """Return each sample's mean of log_probs - old_log_probs, without gradient.
+
+    The result has the shape of `tokens`. At every counted token it is the mean over the counted
+    tokens of its sample. It is 0 elsewhere, and everywhere without old log-probs.
+    """
     if old_log_probs is None:
         return torch.zeros_like(log_probs)
     counted = batch.loss_mask != 0

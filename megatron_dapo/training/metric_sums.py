@@ -35,9 +35,11 @@ class MetricSums(NamedTuple):
 
     @classmethod
     def all_reduce(cls, part: "MetricSums | None", layout: ParallelLayout) -> "MetricSums":
-        """Add the parts of all ranks up, each token once: of every data-parallel rank one rank of
-        the last
-        stage contributes. Collective over all ranks, and the same on all of them."""
+        """Add the parts of all ranks up, each token once.
+
+        Of every data-parallel rank one rank of the last stage contributes. Collective over all
+        ranks, and the same on all of them.
+        """
         if part is None or not layout.counts_tokens:
             none = torch.zeros(0, dtype=torch.float64, device=device())
             part = cls((), (), none.view(0, 2), none)

@@ -20,8 +20,10 @@ _MANY = 0.5
 
 
 def compared(batch: MicroBatch, weight_version: int) -> Tensor:
-    """Return the mask of counted tokens by this weight version, on which server and trainer must
-    agree."""
+    """Return the mask of counted tokens by this weight version.
+
+    There server and trainer must agree.
+    """
     return (batch.loss_mask != 0) & (batch.weight_versions == weight_version) & (batch.exp_mask == 0)
 
 

@@ -50,10 +50,9 @@ class TrainingState:
                 stage.start_param_sync(force_sync=True)
 
     def step(self) -> float:
-        """Take one optimizer step with the accumulated gradients and return their norm before
-        clipping.
+        """Take one optimizer step with the accumulated gradients; return their unclipped norm.
 
-        A norm that is not finite is the same on all ranks: all stop, before such weights reach a
+        An infinite or NaN norm is the same on all ranks: all stop, before such weights reach a
         server.
         """
         before = torch.get_num_threads()
@@ -82,7 +81,7 @@ def step_threads(megatron: MegatronConfig, layout: ParallelLayout) -> int:
     threads = torch.get_num_threads()
     if not megatron.optimizer_offload_fraction:
         return threads
-    share = layout.share_of_cores()  # called by all ranks, whatever their number of threads
+    share = layout.share_of_cores()  # called by all ranks, with any number of threads
     return share if threads == 1 else threads
 
 
@@ -110,8 +109,7 @@ def make_training_state(
         overlap_grad_reduce=megatron.overlap_grad_reduce,
         overlap_param_gather=megatron.overlap_param_gather,
         # it would stop the host once per bucket, and one rank while the others wait for it:
-        # `TrainingState.step` stops on the
-        # norm, which is the same on all ranks
+        # `TrainingState.step` stops on the norm, the same on all ranks
         check_for_nan_in_grad=False,
     )
     stages = [
@@ -149,7 +147,7 @@ def make_training_state(
 
 
 def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any]:
-    """Return how Megatron's optimizer keeps its state: in host memory, or in half precision.
+    """Return options for the state of Megatron's optimizer: host memory, or half precision.
 
     Both are paths of its precision-aware optimizer, which needs Transformer Engine's. Without that
     an offloaded parameter would keep its float32 weight on the GPU as well. The remainders of

@@ -94,17 +94,16 @@ class Policy:
         return WeightSource(self.model, self.layout)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
-        """Return the same mini-batches with old log-probs, on the last stage, which computes the
-        loss.
+        """Return the same mini-batches with old log-probs on the last stage, the place of the loss.
 
         Old log-probs are the current policy's; of replayed samples the recorded ones of their
-        policy. Mini-batches stay as they are if the loss needs none: with one optimizer step per
-        rollout step the old policy is the current one, and with bypass_mode the servers' log-probs
-        are taken for old.
+        policy. Mini-batches stay as they are if the loss needs none. With one optimizer step per
+        rollout step the old policy is the current one; with bypass_mode the servers' log-probs are
+        taken for old.
 
         Also filled in, if configured: the KL over the whole vocabulary, to the reference that
-        scored before; the rollout correction's factor of each token; with router_replay "old", on
-        every stage, this pass's choice of experts.
+        scored before, and the rollout correction's factor of each token. With router_replay "old"
+        so is, on every stage, this pass's choice of experts.
         """
         if not self._needs_old:
             return list(mini_batches)
@@ -192,9 +191,11 @@ class Policy:
         return MetricSums.merge(parts)
 
     def _router_mismatch(self, replays: Sequence[ChunkReplay]) -> float:
-        """Return the share of replayed (token, layer) pairs, since the start of the update, for
-        which the routers would have chosen other experts. Collective over all ranks, each with its
-        layers and tokens."""
+        """Return the share of replayed (token, layer) pairs that the routers would send elsewhere.
+
+        It counts from the start of the update. Collective over all ranks, each with its layers and
+        tokens.
+        """
         counts = torch.zeros(2, dtype=torch.float64, device=self._device)
         for replay in replays:
             replay.assert_recomputed()
@@ -233,8 +234,10 @@ class Policy:
 
 
 def corrected(batch: MicroBatch, correction: RolloutCorrection) -> MicroBatch:
-    """Return a micro-batch, which has old log-probs, with its tokens' correction factors. A
-    micro-batch has whole sequences, so this needs no other rank."""
+    """Return a micro-batch with old log-probs with its tokens' correction factors.
+
+    A micro-batch has whole sequences, so this needs no other rank.
+    """
     assert batch.old_log_probs is not None, "a correction compares old log-probs with the servers'"
     answer = rollout_correction(
         batch.old_log_probs,

@@ -1,4 +1,4 @@
-"""The optional models beside the policy, and their null objects: the loop asks either in the same way."""
+"""The optional models beside the policy, and their null objects: to the loop both are alike."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -56,7 +56,7 @@ class TimedCritic:
 
 
 class NoCritic:
-    """The critic of a run whose advantages need no values."""
+    """The absent critic of a run without values in its advantages."""
 
     model = None
 

@@ -49,7 +49,7 @@ class Schedule:
 
         Args:
             batches: this rank's micro-batches.
-            full_kl: also the KL to the reference whose hidden states are in the batches.
+            full_kl: also the KL to the reference with its hidden states in the batches.
             keep_hidden: keep the head's input, for use as such a reference.
             record_experts: write the routers' choice of experts into the batches, on every stage.
 

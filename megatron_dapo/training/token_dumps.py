@@ -27,8 +27,10 @@ first."""
 
 
 class TokenDumps:
-    """The files of a run. Collective over all ranks: those that compute the loss send their part to
-    rank 0."""
+    """The files of a run.
+
+    Collective over all ranks: the ranks with the loss send their part to rank 0.
+    """
 
     def __init__(self, config: Config, layout: ParallelLayout, run: RunFolder) -> None:
         self._config = config

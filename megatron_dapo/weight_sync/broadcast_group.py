@@ -35,7 +35,7 @@ def address_towards(urls: Sequence[str]) -> str:
 
 
 class _Backend(Protocol):
-    """The methods used of torch's backends, whose stubs do not name them."""
+    """The methods used of torch's backends, missing in their stubs."""
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
     def abort(self) -> None: ...
@@ -52,24 +52,25 @@ class _Task:
         try:
             self.send(backend)
         except Exception as error:
-            # without the traceback, whose frames keep the backend and its connections alive
+            # without the traceback: its frames keep the backend and its connections alive
             self.done.set_exception(error.with_traceback(None))
         else:
             self.done.set_result(None)
 
 
 class BroadcastGroup:
-    """Rank 0 of a group whose other ranks are server processes. Opening starts the rendezvous;
-    `ready` tells its end.
+    """Rank 0 of a group with server processes as its other ranks.
+
+    Opening starts the rendezvous; `ready` tells its end.
 
     torch has no public call for a group with processes outside the job: `new_group` takes ranks of
     the job, `init_process_group` one job per process. SGLang uses the private helper behind them.
-    Here the backend classes are constructed directly, on that helper's store keys: they are public,
-    enter no global table that would outlive a dead server, and can be given up one by one.
+    Here the backend classes are constructed directly, on that helper's store keys. They are public,
+    and can be given up one by one. They enter no global table that would outlive a dead server.
 
-    The backend runs in a separate thread, since joining, a broadcast over NCCL and a gloo broadcast
-    to a frozen peer all block in C++ until their time-out. The caller waits on futures and can give
-    up at its own deadline.
+    The backend runs in a separate thread: joining, a broadcast over NCCL and a gloo broadcast to a
+    frozen peer block in C++ until their time-out. The caller waits on futures and can give up at
+    its own deadline.
 
     torch's watchdog of NCCL groups ends the whole process when an operation fails or times out, for
     example at a server's death. This group has no watchdog; its futures carry the errors.

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dapo.common.sizes import MIB
 from megatron_dapo.models.safetensors_files import TensorSpec
 
-# On CPU a large flat buffer costs more in page faults and copies than it saves in messages: one of
+# On CPU a large flat buffer costs more in page faults and copies than it saves in messages. One of
 # 538 MB took 10 s, the same tensors one by one 1.0 s. So only small tensors are flattened there,
 # into buckets of at most this size.
 CPU_BUCKET_BYTES = 64 * MIB
@@ -90,7 +90,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_byt
     """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a
     single larger tensor.
 
-    Tensors of at most flat_tensor_bytes share flat buckets, with wide dtypes first: the server cuts
+    Tensors of at most flat_tensor_bytes share flat buckets, with wide dtypes first. The server cuts
     the buffer at offsets that must be multiples of the item size. Otherwise the order is that of
     specs. Linked tensors (`TensorSpec.with_previous`), which have one dtype, count as one.
     """

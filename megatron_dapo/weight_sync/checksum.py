@@ -1,10 +1,9 @@
-"""The servers' tensor checksums, computed on the trainer's side: equal exactly where the bits are
-equal.
+"""The servers' tensor checksums, computed on the trainer's side: equal exactly for equal bits.
 
-SGLang's `weights_checker` gives a checksum per parameter on CPU and GPU alike (its other readings
-do not do: `compare` needs CUDA, `get_weights_by_name` knows few models and cuts long tensors). Its
-parameters are fused and cut by the server's tensor parallelism, so the trainer's tensors are
-brought into that form first (`TensorSpec.served`, from the weight rows of the family).
+SGLang's `weights_checker` gives a checksum per parameter on CPU and GPU alike. Its other readings
+do not do: `compare` needs CUDA, `get_weights_by_name` knows few models and cuts long tensors. Its
+parameters are fused and cut by the server's tensor parallelism. The trainer's tensors are brought
+into that form first (`TensorSpec.served`, from the weight rows of the family).
 """
 
 import hashlib
@@ -37,7 +36,7 @@ def _served(spec: TensorSpec) -> ServedTensor:
 
 
 def _in_type(spec: TensorSpec, choice: int) -> TensorSpec:
-    """Return the tensor in one of the types in which a server may hold it."""
+    """Return the tensor in one of a server's possible types."""
     types = _served(spec).types
     return replace(spec, dtype=getattr(torch, types[choice])) if types else spec
 
@@ -52,14 +51,16 @@ def server_tensor(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_ran
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # no copy of a single one, which may be large
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # no copy of a large single one
 
 
 def accepted_tensors(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int
 ) -> Iterator[Tensor]:
-    """Yield the forms in which that rank may hold the parameter: one for each type, and of a
-    vocabulary's table the whole without padding, which SGLang's Gemma 3 has on each rank."""
+    """Yield that rank's possible forms of the parameter, one for each type.
+
+    Of a vocabulary's table also the whole without padding: SGLang's Gemma 3 has it on each rank.
+    """
     for choice in range(max(1, len(_served(specs[0]).types))):
         yield server_tensor([_in_type(spec, choice) for spec in specs], tensors, tp_rank, tp_size)
     if specs[0].name in VOCABULARY:
@@ -80,7 +81,7 @@ def _slice(spec: TensorSpec, tensor: Tensor, tp_rank: int, tp_size: int) -> Tens
 
 
 def _share(block: Tensor, served: ServedTensor, tp_rank: int, tp_size: int) -> Tensor:
-    """Return a rank's share of a tensor, or of one that stands in it."""
+    """Return a rank's share of a tensor, or of a tensor inside it."""
     assert served.cut is not None, "the tensor is cut"
     num_shares = min(tp_size, block.size(served.cut) // served.unit)
     return block.chunk(num_shares, dim=served.cut)[tp_rank * num_shares // tp_size]
@@ -95,8 +96,7 @@ def _pad_vocabulary(tensor: Tensor, tp_size: int) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Return what `weights_checker` reports for this tensor on a server of the same kind of
-    device."""
+    """Return the `weights_checker` checksum of this tensor on a server of its kind of device."""
     return gpu_checksum(tensor) if tensor.is_cuda else _cpu_checksum(tensor)
 
 
@@ -107,8 +107,10 @@ def _cpu_checksum(tensor: Tensor) -> str:
 
 
 def gpu_checksum(tensor: Tensor) -> str:
-    """Return SGLang's hash of a GPU tensor (its kernels.ops.memory.gpu_tensor_hash), in
-    hexadecimal. It is computed in tensor operations, which work on any device."""
+    """Return SGLang's hash of a GPU tensor (kernels.ops.memory.gpu_tensor_hash), in hexadecimal.
+
+    It is computed in tensor operations for any device.
+    """
     return f"{_tiled_hash(tensor):016x}"
 
 

@@ -190,8 +190,10 @@ class Sender:
         return Transfer(what, calls, self._group.broadcast(payload, deadline.left()))
 
     def settle(self, transfer: Transfer, deadline: Deadline) -> None:
-        """Wait until every server has answered and the collective is through. Raises
-        WeightSyncError naming the dead servers, or those that refused or did not answer in time."""
+        """Wait until every server has answered and the collective is through.
+
+        Raises WeightSyncError naming the servers that are dead, refused or did not answer in time.
+        """
         pending = wait(transfer.futures, timeout=deadline.left(), return_when=FIRST_EXCEPTION).not_done
         if not pending and all(future.exception() is None for future in transfer.futures):
             return

@@ -79,7 +79,7 @@ class StageRole(Protocol):
 
 
 class Bystander:
-    """The role of a rank whose slices another rank has too."""
+    """The role of a rank with the same slices as another one."""
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         pass

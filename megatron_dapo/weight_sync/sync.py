@@ -17,9 +17,11 @@ from megatron_dapo.weight_sync.stage import StageTotals, Stopwatch, stage_role
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 RESERVE_S = 8.0
-"""Seconds at the end of the deadline, kept for a failure: to find the missing servers (PROBE_SHARE
-of it, and `leader.LAST_SHARE`), to tell all ranks, and to resume the surviving servers
-(CLEANUP_SHARE). At most half of the deadline."""
+"""Seconds at the end of the deadline, kept for a failure; at most half of the deadline.
+
+They serve to find the missing servers (PROBE_SHARE of it, and `leader.LAST_SHARE`), to tell all
+ranks, and to resume the surviving servers (CLEANUP_SHARE).
+"""
 
 PROBE_SHARE = 0.25
 

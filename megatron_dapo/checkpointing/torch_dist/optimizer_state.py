@@ -58,7 +58,7 @@ class Slot:
 
     @property
     def num_steps(self) -> int:
-        """Return how many steps the optimizer has done."""
+        """Return the number of steps done by the optimizer."""
         state = self._initialized()
         if "step" in state:
             return int(state["step"])
@@ -100,8 +100,8 @@ def _sharded_slots(part: DistributedOptimizer) -> Iterator[Slot]:
 def _updated(optimizer: torch.optim.Optimizer, main: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
     """Return the updated tensor of an optimizer's parameter, and the optimizer that updates it.
 
-    An optimizer with a part of its state in host memory has float32 copies of that part and of the
-    rest, and an inner optimizer for each.
+    An optimizer with a part of its state in host memory has two inner optimizers. One has float32
+    copies of that part, the other of the rest.
     """
     if not isinstance(optimizer, HybridDeviceOptimizer):
         return main, optimizer

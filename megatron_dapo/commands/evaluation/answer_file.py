@@ -20,12 +20,12 @@ _MAX_SHOWN = 40  # characters of a wrong value
 
 
 class AnswerFile:
-    """The existing answers, and the file to which new ones are added. One process at a time uses
-    it."""
+    """The existing answers, and the file for new ones. One process at a time uses it."""
 
     def __init__(self, path: Path) -> None:
-        """Read existing answers. A last line cut off by a kill is removed; one that lacks only its
-        newline gets it.
+        """Read existing answers.
+
+        A last line cut off by a kill is removed; if only its newline is missing, it gets one.
 
         Raises:
             UserError: for any other invalid line, and for a repeated answer.

@@ -126,10 +126,10 @@ async def _common_version(servers: ServerPool) -> int:
 
 
 async def beside_servers(config: Config, logs: Path, work: Callable[[list[str]], Coroutine[Any, Any, Work]]) -> Work:
-    """Start servers if the config names none; return the result of `work`, which gets overrides
-    that name the servers.
+    """Start servers if the config names none; return the result of `work`.
 
-    They end with the work in any case. Raises ServerFailure if they cannot be kept alive.
+    It gets config overrides with the servers' names. The servers end with the work in any case.
+    Raises ServerFailure if they cannot be kept alive.
     """
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, "servers") as owner:  # one thread owns a supervisor

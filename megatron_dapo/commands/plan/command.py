@@ -121,8 +121,11 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
-    """Return a model's name and its config.json: of the option, else of the checkpoint, else of the
-    published model that the checkpoint's folder is named after. Raises UserError."""
+    """Return a model's name and its config.json.
+
+    The model is the option's, else the checkpoint's, else the published one named by the
+    checkpoint's folder. Raises UserError.
+    """
     if name is not None:
         return name.lower(), model_json_named(name)
     path = config.actor_rollout_ref.model.path

@@ -27,7 +27,7 @@ class JobLimit:
     limit_s: float = DAY
     """May be infinite."""
     notice_s: float = 2 * HOUR
-    """Seconds before the end at which the run is asked to save."""
+    """Seconds from the request to save to the end."""
 
     def jobs(self, seconds: float) -> int | None:
         """Return the number of jobs for a run of so many seconds; None if the notice uses up a
@@ -115,7 +115,7 @@ def cost_lines(config: Config, step: StepTime, num_gpus: int, limit: JobLimit, h
 
 
 def _jobs_line(seconds: float, limit: JobLimit) -> str:
-    """Return how many jobs of a time limit a run takes."""
+    """Return the number of jobs of a time limit for a run, in words."""
     if math.isinf(limit.limit_s):
         return "1 job without a time limit"
     jobs = limit.jobs(seconds)

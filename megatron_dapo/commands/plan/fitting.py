@@ -20,7 +20,7 @@ _MOST_NODES = 256
 
 
 def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
-    """Return the tensor-parallel sizes within a node over which SGLang can cut this model."""
+    """Return the tensor-parallel sizes within a node for SGLang's cut of this model."""
     gpus = config.trainer.n_procs_per_node
     kv_heads = spec.num_kv_heads
     return [

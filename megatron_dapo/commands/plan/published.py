@@ -196,8 +196,10 @@ def _phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
 
 
 def _length_that_scores(run: PublishedRun) -> float:
-    """Return the mean length for which a pass for log-probs takes the published time, by
-    bisection."""
+    """Return the mean length that gives a pass for log-probs its published time.
+
+    By bisection.
+    """
     low, high = PROMPT + 1.0, PROMPT + 0.99 * run.longest
     while high - low > 1:
         middle = (low + high) / 2

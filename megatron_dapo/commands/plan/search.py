@@ -1,4 +1,4 @@
-"""Searches the fastest layouts and splits of a config's nodes, among those that fit into memory."""
+"""Searches the fastest layouts and splits of a config's nodes that fit into memory."""
 
 import itertools
 import shlex
@@ -82,8 +82,8 @@ def search(
 ) -> list[tuple[Candidate, StepTime]]:
     """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
 
-    Exact among the candidates: they are simulated in the order of a lower bound of their step,
-    until none of the rest can be faster than the last one shown.
+    Exact among the candidates: they are simulated in the order of a lower bound of their step. The
+    search goes on until none of the rest can be faster than the last one shown.
     """
     ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
@@ -154,8 +154,10 @@ def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> d
 
 
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield layouts of the trainer that fit with its critic, each with the seconds from a batch to
-    the push; with the least recomputation that fits."""
+    """Yield layouts of the trainer that fit with its critic, and their seconds from batch to push.
+
+    Each has the least recomputation that fits.
+    """
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
     for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):
@@ -185,7 +187,7 @@ def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
 
 
 def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ from a config's, in the form of a command line."""
+    """Return the keys with other values than a config's, in the form of a command line."""
     return [f"{key}={_as_text(value)}" for key, value in keys.items() if _value_of(config, key) != value]
 
 

@@ -16,8 +16,7 @@ from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
-# vLLM's own kernels on
-# 4 to 8 GPUs.
+# vLLM's own kernels on 4 to 8 GPUs.
 ALL_REDUCE_S = 15e-6
 # Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real
 # server's on a CPU (docs/weight_sync.md, "How fast it is").
@@ -64,11 +63,13 @@ def server_speed(
 ) -> ServerSpeed:
     """Return the speed of a server of tp GPUs with at most `slots` requests at once.
 
-    Per token of all requests: the weights from memory (all experts, since some dozen requests use
-    each one), two all-reduces per layer, and the host. Per request: its keys and values from memory
-    (2 x layers x KV heads x dim numbers per token of its context; arXiv 2309.06180, section 3), two
-    operations per parameter, its part of the all-reduces, and the host's work, with the time to
-    read and answer it spread over its tokens.
+    Per token of all requests: the weights from memory, two all-reduces per layer, and the host. The
+    weights are those of all experts, since some dozen requests use each one.
+
+    Per request: its keys and values from memory, two operations per parameter, its part of the
+    all-reduces, and the host's work. Keys and values are 2 x layers x KV heads x dim numbers per
+    token of its context (arXiv 2309.06180, section 3). The host's time to read and answer the
+    request is spread over its tokens.
     """
     memory = hardware.memory_bandwidth * efficiency.memory * tp
     rate = hardware.flops * efficiency.matmul * tp
@@ -98,8 +99,10 @@ def num_all_parameters(spec: ModelSpec) -> int:
 
 
 def active_parameters(spec: ModelSpec) -> int:
-    """Return the parameters in a token's products: without the embedding's rows, which are looked
-    up, and without unused experts."""
+    """Return the parameters in a token's products.
+
+    The embedding's rows, only looked up, and unused experts do not count.
+    """
     unused = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     if spec.moe:
         idle = spec.moe.num_experts - spec.moe.experts_per_token
@@ -108,7 +111,10 @@ def active_parameters(spec: ModelSpec) -> int:
 
 
 def push_s(spec: ModelSpec, bucket_mb: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds of a push: the weights in bfloat16 over the sender's adapter (a broadcast
-    passes each byte once), and for each bucket the answers of the servers."""
+    """Return the seconds of a push.
+
+    The weights go in bfloat16 over the sender's adapter (a broadcast passes each byte once). For
+    each bucket the answers of the servers are added.
+    """
     num_bytes = num_all_parameters(spec) * WIDTH
     return num_bytes / (hardware.network_bandwidth * efficiency.link) + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

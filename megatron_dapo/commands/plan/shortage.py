@@ -63,8 +63,10 @@ def _available(config: Config) -> str:
 
 
 def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, missing: float) -> str:
-    """Return how to shrink a trainer GPU's largest part. missing: bytes by which the estimate is
-    too large."""
+    """Return the cure for a trainer GPU's largest part.
+
+    missing: excess of the estimate, in bytes.
+    """
     if part == "weight sync":
         smallest = config.weight_sync.model_copy(update={"bucket_size_mb": 1})
         least = weight_sync_bytes(config.model_copy(update={"weight_sync": smallest}), spec)

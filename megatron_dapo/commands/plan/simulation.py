@@ -1,7 +1,7 @@
 """A discrete-event simulation of rollout and training: a run's speed, without servers and without
 waiting.
 
-Queue and admission are the program's own (`megatron_dapo.queue`); the model is of time: of the
+Queue and admission are the program's own (`megatron_dapo.queue`). The model is of the time of the
 servers, of the trainer and of the push of the weights. Pure: no clock, no files. Seconds are
 simulated seconds.
 """
@@ -324,8 +324,10 @@ def mean_age(groups: Iterable[Group], weight_version: int) -> float:
 
 
 def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
-    """Return an answer with the fields that the queue reads: length, correctness, and one entry per
-    weight version, whose loss mask is its number of tokens."""
+    """Return an answer with the fields read by the queue: length, correctness, weight versions.
+
+    It has one entry per weight version; the entry's loss mask is its number of tokens.
+    """
     return Sample(
         uid=request.uid,
         prompt_tokens=np.zeros(1, TOKEN),

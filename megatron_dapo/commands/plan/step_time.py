@@ -186,7 +186,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
 
 
 def num_servers(config: Config) -> int:
-    """Return how many servers a run has, as far as its config says."""
+    """Return the number of a run's servers, as far as its config says."""
     if not uses_servers(config):
         return 0
     rollout = config.actor_rollout_ref.rollout
@@ -216,7 +216,7 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
 
 
 def step_recipe(config: Config, max_staleness: int) -> Recipe:
-    """Return how a config draws prompts and trains on them, at this max_staleness."""
+    """Return a config's way to draw prompts and train on them, at this max_staleness."""
     size = config.data.train_batch_size
     return Recipe(
         train_batch_size=size,
@@ -305,8 +305,10 @@ def run_time(
     staleness: Sequence[int],
     critic: ModelSpec | None = None,
 ) -> RunTime:
-    """Return the time of a config's run at each max_staleness; without servers only at the config's
-    own, which then has no effect."""
+    """Return the time of a config's run at each max_staleness.
+
+    Without servers only at the config's own: it has no effect then.
+    """
     parts = phase_times(config, spec, assumed, critic)
     if uses_servers(config):
         steps = tuple(

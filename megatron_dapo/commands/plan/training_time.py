@@ -41,20 +41,21 @@ GRADIENT = 4  # bytes: Megatron adds gradients up in float32
 # Bytes per parameter that Adam reads (gradient, two moments, main weight: 4 each) and writes
 # (moments, main weight, and 2 for the model's own).
 ADAM_TRAFFIC = 16 + 14
-# The same for a parameter whose state is offloaded, in host memory. Besides, the gradient arrives
-# (4), and the new
-# weight is read, written in bfloat16 and fetched (4 + 2 + 2, of which Adam's 2 are one).
+# The same for a parameter with offloaded state, in host memory. Besides, the gradient arrives (4),
+# and the new weight is read, written in bfloat16 and fetched (4 + 2 + 2, one of them Adam's 2).
 OFFLOADED_TRAFFIC = ADAM_TRAFFIC + 4 + 6
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Attained shares of the data sheets' figures. table 4); cuBLAS reaches 0.6 to 0.8 on an H100,
-    which lowers its clock under load."""
+    """Attained shares of the data sheets' figures."""
 
     matmul: float = 0.65
-    """Of the products' peak. Llama 3 405B trained at 38 to 43 % of it with all communication (arXiv
-    2407.21783,"""
+    """Of the products' peak.
+
+    Llama 3 405B trained at 38 to 43 % of it with all communication (arXiv 2407.21783, table 4).
+    cuBLAS by itself reaches 0.6 to 0.8 on an H100, which lowers its clock under load.
+    """
     memory: float = 0.7
     """Of the HBM's bandwidth."""
     link: float = 0.75
@@ -209,8 +210,7 @@ def training_time(
 def _time_of_stage(
     spec: ModelSpec, layout: TrainerLayout, stage: int, work: TrainingWork, hardware: Hardware, efficiency: Efficiency
 ) -> TrainingTime:
-    """Return how long the trainer takes for a rollout step if this pipeline stage is the
-    slowest."""
+    """Return the trainer's time for a rollout step if this pipeline stage is the slowest."""
     sizes = layout.sizes
     layers = split_of(spec, sizes).numbers_of(stage)
     num_layers = len(layers)
@@ -273,8 +273,10 @@ def _time_of_stage(
 
 
 def _full_micro_batches(tokens: float, mini_batches: int, max_tokens: int) -> int:
-    """Return how many micro-batches a data-parallel rank's tokens fill at least, each mini-batch
-    its own."""
+    """Return the least number of micro-batches for a data-parallel rank's tokens.
+
+    Each mini-batch has its own.
+    """
     return mini_batches * max(math.ceil(tokens / mini_batches / max_tokens), 1)
 
 
@@ -295,8 +297,7 @@ def _traffic_s(
 
 
 def _weights_s(parameters: int, bytes_each: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds in which a micro-batch reads a rank's weights, or reads and writes their
-    gradients."""
+    """Return a micro-batch's seconds to read a rank's weights, or to read and write gradients."""
     return parameters * bytes_each / (hardware.memory_bandwidth * efficiency.memory)
 
 
@@ -311,7 +312,7 @@ def _collectives_s(
     """Return the seconds of the collectives of these layers, numbered from 0, in a forward pass.
 
     - Tensor parallel ranks: two all-reduces, or with sequence parallelism two all-gathers and two
-      reduce-scatters, which cost the same: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank
+      reduce-scatters at the same cost: 4 x (TP - 1) / TP x hidden x 2 bytes per token and rank
       (arXiv 2205.05198, section 4.2.2).
     - Expert parallel ranks: each token goes to its experts and back (two all-to-alls).
     - Expert tensor parallel ranks: each takes the tokens of the others, and returns its part of the
@@ -331,10 +332,12 @@ def _collectives_s(
 
 
 def _ring_s(spec: ModelSpec, layout: TrainerLayout, tokens: float, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds in which a layer's keys and values go round the other context-parallel
-    ranks in a forward pass (arXiv 2310.01889). In backward they go round again, beside their
-    gradients (TE 2.20, attention/ dot_product_attention/context_parallel.py). Their overlap with
-    attention is left out."""
+    """Return the seconds of a layer's keys and values round the context-parallel ranks.
+
+    They go round the other ranks in a forward pass (arXiv 2310.01889). In backward they go round
+    again, beside their gradients (TE 2.20, attention/dot_product_attention/context_parallel.py).
+    Their overlap with attention is left out.
+    """
     sizes = layout.sizes
     ring = 2 * spec.num_kv_heads * spec.head_dim * WIDTH / sizes.tp * (sizes.cp - 1)
     bandwidth = _bandwidth(sizes.tp * sizes.cp, layout, hardware) * efficiency.link
@@ -366,13 +369,12 @@ def _optimizer_s(
 def optimizer_step_s(
     parameters: tuple[int, int], layout: TrainerLayout, backward_s: float, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds between the last backward pass of an optimizer step and the next forward
-    pass.
+    """Return the seconds from an optimizer step's last backward pass to the next forward pass.
 
     With the distributed optimizer gradients are reduced and scattered in float32, and weights
-    gathered in bfloat16: (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv 1910.02054,
-    section 7), N = DP x CP, for experts the ranks with the same ones. In between, Adam goes over
-    its share and the offloaded part at the same time (`_adam_s`).
+    gathered in bfloat16. That takes (N - 1) / N x (4 + 2) bytes per parameter of the rank (arXiv
+    1910.02054, section 7). N = DP x CP; for experts it is the number of ranks with the same ones.
+    In between, Adam goes over its share and the offloaded part at the same time (`_adam_s`).
 
     Args:
         parameters: of a rank, shared ones and those of experts.
@@ -395,7 +397,7 @@ def _with_copies(parameters: tuple[int, int], sizes: ParallelSizes) -> list[tupl
 def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency: Efficiency) -> float:
     """Return the seconds of Adam over a rank's parameters.
 
-    The GPU steps its share while the node's cores step the offloaded one; meanwhile gradients come,
+    The GPU steps its share while the node's cores step the offloaded one. Meanwhile gradients come,
     and weights go, tensor by tensor (megatron-core 0.16.1,
     optimizer/cpu_offloading/hybrid_optimizer.py: two streams). The slowest counts.
     """
@@ -408,8 +410,10 @@ def _adam_s(parameters: float, offloaded: float, hardware: Hardware, efficiency:
 def _exchange_s(
     parameters: tuple[int, int], width: int, layout: TrainerLayout, hardware: Hardware, efficiency: Efficiency
 ) -> float:
-    """Return the seconds in which the ranks that share the optimizer's state exchange `width` bytes
-    for each parameter: reduce and scatter gradients, or gather weights."""
+    """Return the seconds of an exchange of `width` bytes per parameter.
+
+    The ranks that share the optimizer's state reduce and scatter gradients, or gather weights.
+    """
     sizes = layout.sizes
     bandwidth = _bandwidth(sizes.tp * sizes.num_copies, layout, hardware) * efficiency.link
     sent = sum((copies - 1) / copies * number for number, copies in _with_copies(parameters, sizes))

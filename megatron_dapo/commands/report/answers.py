@@ -137,8 +137,7 @@ def texts_bytes(groups: list[dict]) -> bytes:
 
 
 def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
-    """Return a step's token data in the page's format; None without data, or if they are of other
-    answers than these.
+    """Return a step's token data in the page's format; None without data of these answers.
 
     A little-endian uint32 with the length of a JSON head, the head, padding to four bytes, then
     arrays over all tokens:

@@ -42,8 +42,10 @@ def packed(content: bytes) -> str:
 
 
 def read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
-    """Return the answers of a step, or None. Of an evaluation that is too large by itself, those to
-    its first prompts."""
+    """Return the answers of a step, or None.
+
+    Of an evaluation too large by itself, only answers to its first prompts.
+    """
     groups = file.groups()
     if not groups:
         return None

@@ -43,8 +43,7 @@ class ProcessEnd:
 
 
 def read_ends(folder: Path) -> list[ProcessEnd]:
-    """Return how processes ended, of all starts of the run, by time; damaged records are left
-    out."""
+    """Return the ends of processes, of all starts of the run, by time, without damaged records."""
     ends = []
     for path in sorted(folder.glob("*.json")):
         try:

@@ -20,8 +20,10 @@ _FILES = resources.files("megatron_dapo.commands.report") / "page"
 
 
 def summary(folders: Sequence[Path]) -> dict:
-    """Return the page's data of the runs without their answers. Raises UserError for a folder that
-    is no run."""
+    """Return the page's data of the runs without their answers.
+
+    Raises UserError for a folder without a run.
+    """
     runs = [read_run(folder) for folder in folders]
     metrics = {name for run in runs for columns in (run.steps, run.validations) for name in columns}
     return {
@@ -35,8 +37,10 @@ def summary(folders: Sequence[Path]) -> dict:
 
 
 def whole_page(folders: Sequence[Path]) -> str:
-    """Return the page of these runs, with the answers that fit. Raises UserError for a folder that
-    is no run."""
+    """Return the page of these runs, with the answers that fit.
+
+    Raises UserError for a folder without a run.
+    """
     content = summary(folders)
     answers = answers_of(folders)
     for run, folder, carried in zip(content["runs"], folders, answers, strict=True):

@@ -94,7 +94,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def name_of(folder: Path) -> str:
-    """Return the run's name from its folder, even if that is named `.`, or by a link."""
+    """Return the run's name from its folder, even for `.` or a link."""
     return Path(os.path.realpath(folder)).name
 
 
@@ -115,8 +115,10 @@ def _with_times(records: list[dict]) -> list[dict]:
 
 
 def table(records: Sequence[dict]) -> Table:
-    """Return the records by name, limited to the first names if there are too many. A value that is
-    no number becomes None."""
+    """Return the records by name, limited to the first names if there are too many.
+
+    A value of another type than numbers becomes None.
+    """
     names = [*dict.fromkeys(name for record in records for name in ("step", "time", *record))]
     names = names[: min(_MAX_NAMES, max(2, _MAX_PLACES // max(1, len(records))))]
     return {name: [_rounded(record.get(name), name) for record in records] for name in names}
@@ -184,8 +186,7 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
 
 
 def _truncated_correct(steps: Sequence[dict]) -> float | None:
-    """Return the share of all truncated responses of the run that is judged right; None without
-    truncated ones."""
+    """Return the share of right ones among the run's truncated responses; None without any."""
     names = ("reward/truncated_correct", "dapo/num_truncated_samples")
     pairs = [tuple(number(step.get(name)) for name in names) for step in steps]
     counted = [(share, count) for share, count in pairs if share is not None and count]

@@ -156,14 +156,16 @@ class _Server(ThreadingHTTPServer):
         return hmac.compare_digest(text.encode("utf-8", "replace"), self._key.encode("ascii"))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that is gone: its tab was closed."""
+        """Ignore a lost browser: its tab was closed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 def make_server(folders: Sequence[Path], port: int) -> _Server:
-    """Return the server, which already listens. Raises UserError if a folder is no run, or the port
-    is taken."""
+    """Return the listening server.
+
+    Raises UserError if a folder is no run, or the port is taken.
+    """
     watched = Watched(folders)
     watched.summary(watched.tag())
     try:

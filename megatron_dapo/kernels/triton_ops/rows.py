@@ -125,7 +125,7 @@ def row_gradient(
     """Write dL/dlogits into `out_NV`: `logits_NV` itself, or other memory in any float dtype up to
     float32.
 
-    Rows whose incoming gradients are all 0 get 0 for any logits, so that NaN in padding does not
+    Rows with incoming gradients of only 0 get 0 for any logits, so that NaN in padding does not
     spread.
     """
     num_rows, num_columns = logits_NV.shape

@@ -1,7 +1,6 @@
 """CPU adaptation of SGLang: environment and arguments of a server's processes, only without CUDA.
-CUDA.
 
-All of it is in `site/`, which comes first on the PYTHONPATH of the server's processes only:
+All of it is in `site/`, first on the PYTHONPATH of the server's processes only:
 
     adaptation                        reason
     --------------------------------  ------------------------------------------------------------
@@ -11,8 +10,8 @@ All of it is in `site/`, which comes first on the PYTHONPATH of the server's pro
     attention_sinks (plug-in, by      torch_native takes no attention sinks, and SGLang refuses it
       the dist-info, SGLang's           for gpt-oss; the next two compute with them
       public way)
-    batch_invariant (plug-in)         SGLang's deterministic inference needs operators whose results
-                                        do not depend on the batch; it has them for GPUs only
+    batch_invariant (plug-in)         SGLang's deterministic inference needs operators with results
+                                        independent of the batch; it has them for GPUs only
     batched_decode (plug-in)          torch_native decodes request by request in Python: 4 to 5
                                         times slower with 64 requests in flight
     batched_extend (plug-in)          the same for prompts: a call per request and layer
@@ -25,7 +24,7 @@ All of it is in `site/`, which comes first on the PYTHONPATH of the server's pro
     sleep_when_paused (plug-in)       a paused server's scheduler polls for requests all the time,
                                         and takes a core from the trainer during its push
 
-A stand-in's functions refuse to be called, by name. A plug-in whose target is gone stops the server
+A stand-in's functions refuse to be called, by name. A plug-in without its target stops the server
 and names it. `server_arguments` has the arguments for the CPU.
 """
 
@@ -45,13 +44,13 @@ NO_COPIES = {"SGLANG_EAGER_INPUT_NO_COPY": "1"}
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
 # else g++ compiles functions decorated with torch.compile (Gemma 3's rotary embedding, routers), at
-# the start of gpt-oss
-# or at the first request of others: 20 to 30 s, on machines that otherwise need no compiler
+# the start of gpt-oss or at the first request of others: 20 to 30 s, on machines that otherwise
+# need no compiler
 NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 
 # for deterministic inference: else the batch decides the cuts of a long prompt. SGLang guesses the
-# share of memory from
-# the size of a chunk, and finds none; the cache is bounded by --max-total-tokens
+# share of memory from the size of a chunk, and finds none; the cache is bounded by
+# --max-total-tokens
 WHOLE_PROMPTS = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.8")
 
 MAX_TOTAL_TOKENS = 16384

@@ -199,7 +199,7 @@ def _holds(code: Any, count: int, output: str) -> bool:
             return False
         names = {f"_{index}": value for index, value in enumerate(values)}
         return bool(eval(code, {"__builtins__": {}, "math": math, **_PURE, **names}))
-    except Exception:  # values that cannot be compared: in an assert that is a failure too
+    except Exception:  # values that cannot be compared: in an assert a failure, too
         return False
 
 

@@ -1,9 +1,8 @@
-"""The inside of a sandbox: runs one program on one test after the other, each in a fresh fork of
-this interpreter.
+"""The inside of a sandbox: runs one program on one test after the other.
 
-`sandbox.py` passes this file's text to `python -c`: it imports only the standard library. It gets
-inputs and sends outputs, which are judged outside, so a program that takes this process over gains
-nothing.
+Each test has a fresh fork of this interpreter. `sandbox.py` passes this file's text to `python -c`:
+it imports only the standard library. It gets inputs and sends outputs, which are judged outside, so
+a program that takes this process over gains nothing.
 
 Requests are lines of JSON, first the settings. An answer is a status (a byte), a length and the
 output.
@@ -104,7 +103,7 @@ def _file(content: bytes) -> int:
 
 
 def _wait(child: int, time_limit_s: float) -> bytes:
-    """Return how the program ended; kill it at its limit."""
+    """Return the program's status at its end; kill it at its limit."""
     ended = os.pidfd_open(child)
     watch = select.poll()
     watch.register(ended, select.POLLIN)

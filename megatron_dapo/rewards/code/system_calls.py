@@ -1,9 +1,8 @@
-"""The system calls refused to a program in the sandbox, as a filter for the kernel (seccomp,
-classic BPF).
+"""The system calls refused to a program in the sandbox, as a filter for the kernel.
 
-Namespaces and limits hold without it. It closes their gaps: memory that no limit of a process
-counts, sockets to the machine's own host, looks into other processes, and parts of the kernel that
-only attackers visit.
+The filter is of seccomp, in classic BPF. Namespaces and limits hold without it. It closes their
+gaps: memory beyond all limits of a process, sockets to the machine's own host, looks into other
+processes. It also closes parts of the kernel visited only by attackers.
 """
 
 import errno

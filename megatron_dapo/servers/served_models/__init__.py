@@ -1,1 +1,1 @@
-"""What SGLang imports of its models: those that a trainer of ours can have (`SGLANG_EXTERNAL_MODEL_PACKAGE`)."""
+"""The models imported by SGLang: the trainer's families (`SGLANG_EXTERNAL_MODEL_PACKAGE`)."""

@@ -1,8 +1,8 @@
-"""Reward models of the families of docs/models.md, in SGLang's classes, with a head as their checkpoints have it.
+"""Reward models of the families of docs/models.md, in SGLang's classes, with their own heads.
 
-SGLang 0.5.23 gives the heads of Qwen2 and Qwen3 a bias, and Llama's none. Hugging Face's sequence classifiers have
-none, so that a bias would keep what it was made with and shift all scores; a critic of ours has one. Here it is 0 until
-a checkpoint brings another.
+SGLang 0.5.23 gives the heads of Qwen2 and Qwen3 a bias, and Llama's none. Hugging Face's sequence
+classifiers have none, so a bias would keep its first value and shift all scores. A critic of ours
+has one. Here it is 0 until a checkpoint brings another.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class LlamaForSequenceClassification(llama_reward.LlamaForSequenceClassification
 
 
 class MistralForSequenceClassification(LlamaForSequenceClassification):
-    """As Llama's, which has the same tensors. SGLang has none."""
+    """As Llama's, with the same tensors. SGLang has none."""
 
 
 class Qwen2ForSequenceClassification(qwen2_classification.Qwen2ForSequenceClassification):

@@ -1,7 +1,7 @@
 """The families of docs/models.md, in SGLang's classes.
 
-SGLang imports all of its two hundred models otherwise, image and speech models among them, and logs an error for each
-that lacks a package. It still does so for an architecture that is not in this list.
+SGLang imports all of its two hundred models otherwise, image and speech models among them, and logs
+an error for each missing package. It still does so for an architecture outside this list.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from megatron_dapo.huggingface.model_families import FAMILIES
 
 
 def _served(family: Family) -> Any:
-    """Return the class that serves a family, under the name of its architecture, by which SGLang finds it."""
+    """Return the class of a family, named for SGLang's search by the family's architecture."""
     module, _, name = family.server_class.partition(":")
     served = getattr(import_module(module), name)
     return served if name == family.architecture else type(family.architecture, (served,), {})

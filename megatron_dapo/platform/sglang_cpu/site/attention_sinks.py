@@ -1,8 +1,7 @@
-"""SGLang plug-in: passes a layer's attention sinks (gpt-oss) to torch_native, which SGLang's own
-does not know.
+"""SGLang plug-in: passes a layer's attention sinks (gpt-oss) to torch_native.
 
-A sink is a number per query head that joins the sum of the softmax and has no value.
-`batched_decode` and `batched_extend` compute with it.
+SGLang's own does not know them. A sink is a number per query head that joins the sum of the softmax
+and has no value. `batched_decode` and `batched_extend` compute with it.
 """
 
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"

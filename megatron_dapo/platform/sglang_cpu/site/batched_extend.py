@@ -29,8 +29,8 @@ def batched_extend(
     """Attend the new tokens of each request to its cached keys and values, which end with the new
     ones; unsupported cases go to `original`.
 
-    query [T, Hq, D], output [T, Hq, Dv], the requests one after the other; caches [num_slots, Hkv,
-    D | Dv], req_to_token [num_requests, max_context], the others [B]: seq_lens = extend_prefix_lens
+    query [T, Hq, D], output [T, Hq, Dv], the requests one after the other. Caches [num_slots, Hkv,
+    D | Dv], req_to_token [num_requests, max_context], the others [B]. seq_lens = extend_prefix_lens
     (cached before) + extend_seq_lens (new). Each token sees itself and sliding_window_size tokens
     before it, or all before it. `attention_sinks` may have left sinks, [Hq], with the backend.
     Writes and returns output. `original` makes a call per request, and computes the rows of cached

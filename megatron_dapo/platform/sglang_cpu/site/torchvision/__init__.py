@@ -12,8 +12,7 @@ __getattr__ = names_of("torchvision")
 
 
 class InterpolationMode(enum.Enum):
-    """The one name whose members are read at import; members and values as torchvision defines
-    them."""
+    """The only name with members read at import; members and values are torchvision's."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"
