@@ -126,7 +126,7 @@ HARDWARE = {
         # For plans of runs on a CPU: one core of a server with AVX-512, in float32, 2.5 GHz x 2
         # units x 16 numbers x 2 operations; memory and loopback are orders of magnitude. The
         # server's own work was measured with the demo's server: 8 to 128 requests of 8 to 32
-        # tokens, to 22 % (benchmarks/results/plan_cpu.json, "server").
+        # tokens, to 9 % (benchmarks/results/plan_cpu.json, "server").
         Hardware(
             "cpu",
             0.16e12,
@@ -136,9 +136,9 @@ HARDWARE = {
             1 * GB,
             10e9,
             10e9,
-            host_token_s=4.25e-3,
-            host_request_token_s=29e-6,
-            host_request_s=1.06e-3,
+            host_token_s=2.42e-3,
+            host_request_token_s=29.8e-6,
+            host_request_s=0.697e-3,
         ),
     )
 }

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import bench_head, bench_loss
+from benchmarks.bench_weight_sync import RAW
 from benchmarks.head_case import errors, exact, make_case
 from benchmarks.head_providers import PROVIDERS, fused
 from benchmarks.measure import in_turns, ratio_of
@@ -212,34 +213,18 @@ def test_ratios_are_taken_within_a_round():
     assert ratio_of(samples["ours"], "total", samples["yard"], "G1") == 2.0
 
 
-def test_the_table_of_one_step_has_the_committed_figures():
-    rows = {cells[0]: cells[1:3] for cells in _rows_of_one_step()}
-    hand_over = {result["num_samples"]: result for result in _results("hand_over")["results"]}
-    before, now = (hand_over[2048][when] for when in ("before", "now"))
-    times = [f"{figures['to_rank_0_s'] + figures['to_ranks_s']:.2f} s" for figures in (before, now)]
-    assert rows["hand-over of 2048 answers of 6000 tokens to TP2 x DP2"] == times
-    whole = hand_over[8192]["now"]
-    assert rows["of 8192, a step of the 32B recipe"][1] == f"{whole['to_rank_0_s'] + whole['to_ranks_s']:.2f} s"
-    memory = [f"{before['bytes_per_token']:.0f} bytes", f"{now['bytes_per_token']:.1f} bytes"]
-    assert rows["the controller's memory per token"] == memory
-    state = [f"{figures['state_to_rank_0_s'] + figures['state_written_s']:.2f} s" for figures in (before, now)]
-    assert rows["state of 2048 waiting answers, fetched and written"] == state
-    sync = _results("weight_sync")
-    for name, receiver, num_buckets in (("303 MB to a stand-in", "a stand-in", 28), ("170 MB to SGLang", "SGLang", 26)):
-        pushes = [
-            f"{result['seconds']['push']:.3f} s"
-            for results in (sync["before"]["results"], sync["results"])
-            for result in results
-            if (result["receiver"], result["num_buckets"]) == (receiver, num_buckets)
-        ]
-        assert rows[f"push of {name}, {num_buckets} buckets"] == pushes
+def test_the_pages_have_the_committed_figures_of_hand_over_and_push():
+    (whole,) = [row for row in _results("hand_over") if row["share_of_recipe"] == 1]
+    text = " ".join((REPOSITORY / "docs/rollout.md").read_text().split())
+    assert f"takes {whole['to_rank_0_s']:.2f} s to rank 0, {whole['to_ranks_s']:.2f} s to all ranks" in text
+    lines = (REPOSITORY / "docs/weight_sync.md").read_text().splitlines()
+    pushes = [row for row in _results("weight_sync") if row["receiver"] == "SGLang"]
+    assert len(pushes) == 4
+    for row in pushes:
+        shares = " | ".join(f"{row['share_of_raw'][f'raw, {into}']:.0%}".replace("%", " %") for into in RAW)
+        name = f"SGLang, {row['num_bytes'] / 1e6:.0f} MB"
+        assert f"| {name} | {row['num_buckets']} | {row['seconds']['push']:.3f} s | {shares} |" in lines
 
 
-def _rows_of_one_step() -> list[list[str]]:
-    page = (REPOSITORY / "benchmarks" / "README.md").read_text().split("## One step, before and after")[1]
-    lines = [line for line in page.split("##")[0].splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def _results(name: str) -> dict:
-    return json.loads((REPOSITORY / "benchmarks" / "results" / f"{name}_cpu.json").read_text())
+def _results(name: str) -> list[dict]:
+    return json.loads((REPOSITORY / "benchmarks" / "results" / f"{name}_cpu.json").read_text())["results"]
