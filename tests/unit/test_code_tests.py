@@ -209,7 +209,8 @@ def test_a_user_namespace_works_if_the_interpreter_is_readable(monkeypatch):
         pytest.skip("this system's own interpreter is no Python 3.11")
     monkeypatch.setattr(sys, "executable", "/usr/bin/python3.11")
     monkeypatch.setattr(sys, "base_prefix", "/usr")
-    if "namespace" in (fault := sandbox.way_fault.__wrapped__(sandbox.USER_NAMESPACE) or ""):
+    fault = sandbox.way_fault.__wrapped__(sandbox.USER_NAMESPACE) or ""
+    if "namespace" in fault or "bwrap: No such file" in fault:  # the machine has none to offer
         pytest.skip(fault)
     assert not fault
 
