@@ -85,7 +85,7 @@ class Contents:
             if not fnmatch(name, pattern):
                 continue
             empty = {"num_tensors": 0, "num_values": 0, "num_bytes": 0, "dtypes": Counter()}
-            part = parts.setdefault(part_of(name), empty)
+            part = parts.setdefault(_part_of(name), empty)
             part["num_tensors"] += 1
             part["num_values"] += tensor.num_values
             part["num_bytes"] += tensor.num_bytes
@@ -121,7 +121,7 @@ def _as_json(tensor: CheckpointTensor) -> dict[str, Any]:
     }
 
 
-def part_of(name: str) -> str:
+def _part_of(name: str) -> str:
     return "optimizer" if name.startswith(OPTIMIZER_PREFIX) else "model"
 
 

@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-file-size",
-        type=file_size,
+        type=_file_size,
         metavar="SIZE",
         help="e.g. 4GB; default: the files of the model that was converted, else about 4 GB",
     )
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def file_size(text: str) -> int:
+def _file_size(text: str) -> int:
     """Return the bytes of `500MB` or `4GB`. Raises ArgumentTypeError."""
     match = re.fullmatch(r"([1-9]\d*)\s*(KB|MB|GB)", text)
     if not match:

@@ -61,7 +61,7 @@ class Allocation:
     @classmethod
     def imagined(cls, config: Config) -> "Allocation":
         """Return the nodes of a job of the config's size, for a dry run outside Slurm."""
-        return cls(0, tuple(f"node{i}" for i in range(1, sum(num_nodes(config)) + 1)))
+        return cls(0, tuple(f"node{i}" for i in range(1, sum(_num_nodes(config)) + 1)))
 
     @property
     def attempt(self) -> str:
@@ -233,7 +233,7 @@ class JobPlan:
         return cls(**fields)
 
 
-def num_nodes(config: Config) -> tuple[int, int]:
+def _num_nodes(config: Config) -> tuple[int, int]:
     """Return a config's numbers of trainer nodes and server nodes; 0 server nodes if servers are
     given or replaced by dumped batches."""
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
@@ -247,7 +247,7 @@ def make_plan(
     max_restarts: int = LEAST_RESTARTS,
 ) -> JobPlan:
     """Return the plan. Raise UserError if the config does not fit Slurm's allocation."""
-    num_trainers, num_servers = num_nodes(config)
+    num_trainers, num_servers = _num_nodes(config)
     sentences = list(_mistakes(config, allocation))
     if sentences:
         raise UserError(sentences)
@@ -300,7 +300,7 @@ def own_overrides(plan: JobPlan, config: Config) -> list[str]:
 def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     num_given = len(allocation.nodes)
-    num_trainers, num_servers = num_nodes(config)
+    num_trainers, num_servers = _num_nodes(config)
     if starts_servers(config) and server.nnodes == 0:
         yield (
             "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "

@@ -133,7 +133,7 @@ def rollout_correction(
     sums: Sums = {}
     if config.rollout_is != "none":
         log_ratio = LOG_RATIOS[config.rollout_is](diff, segments).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        weights, sums = bounded(log_ratio.exp(), counted, config.rollout_is_bounds)
+        weights, sums = _bounded(log_ratio.exp(), counted, config.rollout_is_bounds)
     if config.rejects:
         keep, rejection_sums = _kept(diff, counted, segments, config)
         weights = torch.where(keep, weights, 0)
@@ -150,7 +150,7 @@ def token_importance(
     old ones. For an uncounted token, d is 0.
     """
     diff = log_difference(old_log_probs, rollout_log_probs, counted)
-    return bounded(diff.exp(), counted, bounds)
+    return _bounded(diff.exp(), counted, bounds)
 
 
 def log_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, counted: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def log_difference(old_log_probs: Tensor, rollout_log_probs: Tensor, counted: Te
     return diff.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
-def bounded(ratio: Tensor, counted: Tensor, bounds: RatioBounds) -> tuple[Tensor, Sums]:
+def _bounded(ratio: Tensor, counted: Tensor, bounds: RatioBounds) -> tuple[Tensor, Sums]:
     """Return the ratio within the bounds, and two sums: its mean, the share of tokens outside."""
     low, high = bounds
     if low is None:

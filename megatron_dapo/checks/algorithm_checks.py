@@ -71,7 +71,7 @@ def _masking(config: Config) -> Iterator[str]:
         )
 
 
-def group_size(config: Config) -> Iterator[str]:
+def _group_size(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.n > 1 or not uses_dynamic_sampling(config):
         return
     yield (
@@ -96,7 +96,7 @@ def staleness(config: Config) -> Iterator[str]:
         )
 
 
-def slots(config: Config) -> Iterator[str]:
+def _slots(config: Config) -> Iterator[str]:
     """Refuse requests waiting inside a server: a weight push puts the running ones behind them."""
     rollout = config.actor_rollout_ref.rollout
     limit = rollout.server.max_running_requests
@@ -227,7 +227,7 @@ def _filtered_truncation(config: Config) -> Iterator[str]:
         )
 
 
-def estimators(config: Config) -> Iterator[str]:
+def _estimators(config: Config) -> Iterator[str]:
     chosen = config.algorithm.adv_estimator
     if advantage_estimator(config).needs_others and config.actor_rollout_ref.rollout.n == 1:
         yield (
@@ -290,7 +290,7 @@ def _replay_pool(config: Config) -> Iterator[str]:
         )
 
 
-def kl_loss(config: Config) -> Iterator[str]:
+def _kl_loss(config: Config) -> Iterator[str]:
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_coef == 0.0:
         yield (
@@ -306,7 +306,7 @@ def _kl_in_reward(config: Config) -> Iterator[str]:
         )
 
 
-def kl_controller(config: Config) -> Iterator[str]:
+def _kl_controller(config: Config) -> Iterator[str]:
     control = config.algorithm.kl_ctrl
     if control.type == "adaptive" and control.kl_coef == 0.0 and not config.algorithm.use_kl_in_reward:
         yield (
@@ -315,7 +315,7 @@ def kl_controller(config: Config) -> Iterator[str]:
         )
 
 
-def reference(config: Config) -> Iterator[str]:
+def _reference(config: Config) -> Iterator[str]:
     ref = config.actor_rollout_ref.ref
     if ref.path is not None and not needs_reference(config):
         yield (
@@ -388,9 +388,9 @@ def _term_of_ours(config: Config, name: str) -> Iterator[str]:
 ALGORITHM_CHECKS = (
     _gen_batches,
     _masking,
-    group_size,
+    _group_size,
     staleness,
-    slots,
+    _slots,
     _lower_clip,
     _upper_clip,
     _dual_clip,
@@ -400,16 +400,16 @@ ALGORITHM_CHECKS = (
     _soft_penalty,
     _rewarded_truncation,
     _filtered_truncation,
-    estimators,
+    _estimators,
     _off_policy_clip,
     _replay_estimator,
     _replay_group_size,
     _replayed_share,
     _replay_pool,
-    kl_loss,
+    _kl_loss,
     _kl_in_reward,
-    kl_controller,
-    reference,
+    _kl_controller,
+    _reference,
     _replay_of_servers_experts,
     _replay_of_old_experts,
     loss_function,

@@ -46,7 +46,7 @@ def _shares_of_ranks(config: Config) -> Iterator[str]:
         )
 
 
-def micro_batches(config: Config) -> Iterator[str]:
+def _micro_batches(config: Config) -> Iterator[str]:
     cap = config.actor_rollout_ref.actor.max_tokens_per_microbatch
     yield from fits_longest_sample(config, f"{ACTOR}.max_tokens_per_microbatch", cap)
 
@@ -67,13 +67,13 @@ def truncation(config: Config) -> Iterator[str]:
         )
 
 
-def learning_rate(config: Config) -> Iterator[str]:
+def _learning_rate(config: Config) -> Iterator[str]:
     optim = config.actor_rollout_ref.actor.optim
     if optim.min_lr > optim.lr:
         yield f"{ACTOR}.optim.min_lr is {optim.min_lr:g}, above {ACTOR}.optim.lr {optim.lr:g}; lower it."
 
 
-def warm_up(config: Config) -> Iterator[str]:
+def _warm_up(config: Config) -> Iterator[str]:
     optim = config.actor_rollout_ref.actor.optim
     steps = config.trainer.total_training_steps
     if optim.lr_warmup_steps >= steps:
@@ -158,7 +158,7 @@ def resume(config: Config) -> Iterator[str]:
         yield f"trainer.{name} is given, but nothing is resumed while trainer.resume is never; remove it, or set auto."
 
 
-def batches(config: Config) -> Iterator[str]:
+def _batches(config: Config) -> Iterator[str]:
     if config.trainer.replay and config.trainer.synthetic_batch:
         yield (
             f"trainer.synthetic_batch is true, but trainer.replay names the batches of {config.trainer.replay}; leave "
@@ -221,7 +221,7 @@ def _pointless_scores(scorer: str) -> str:
     )
 
 
-def scorers(config: Config) -> Iterator[str]:
+def _scorers(config: Config) -> Iterator[str]:
     reward = config.reward
     if reward.function == "none" and not (reward.model.path or reward.judge.url):
         yield (
@@ -319,8 +319,8 @@ def _is_base_url(text: str) -> bool:
 SHARED_CHECKS = (
     *MEGATRON_CHECKS,
     *LORA_CHECKS,
-    learning_rate,
-    warm_up,
+    _learning_rate,
+    _warm_up,
     prompt_template,
     _evaluation_interval,
     _held_out_files,
@@ -336,7 +336,7 @@ REWARD_CHECKS = (
     _reward_function,
     _model_weight,
     _judge_weight,
-    scorers,
+    _scorers,
     _scorers_of_turns,
     _model_url,
     _judge_url,
@@ -347,7 +347,7 @@ REWARD_CHECKS = (
 CHECKS = (
     mini_batches,
     _shares_of_ranks,
-    micro_batches,
+    _micro_batches,
     _server_tokens,
     truncation,
     *SHARED_CHECKS,
@@ -357,6 +357,6 @@ CHECKS = (
     mixture,
     pass_rate,
     _mixture_with_replay,
-    batches,
+    _batches,
     *REWARD_CHECKS,
 )

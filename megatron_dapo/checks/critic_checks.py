@@ -30,20 +30,20 @@ def mini_batches(config: Config) -> Iterator[str]:
         )
 
 
-def micro_batches(config: Config) -> Iterator[str]:
+def _micro_batches(config: Config) -> Iterator[str]:
     cap = config.critic.max_tokens_per_microbatch
     if uses_critic(config) and cap is not None:
         cure = "raise it, or set null for the actor's"
         yield from fits_longest_sample(config, "critic.max_tokens_per_microbatch", cap, cure)
 
 
-def learning_rate(config: Config) -> Iterator[str]:
+def _learning_rate(config: Config) -> Iterator[str]:
     optim = config.critic.optim
     if uses_critic(config) and optim.min_lr > optim.lr:
         yield f"critic.optim.min_lr is {optim.min_lr:g}, above critic.optim.lr {optim.lr:g}; lower it."
 
 
-def warm_up(config: Config) -> Iterator[str]:
+def _warm_up(config: Config) -> Iterator[str]:
     warmup = config.critic.optim.lr_warmup_steps
     steps = config.trainer.total_training_steps
     if uses_critic(config) and warmup >= steps:
@@ -93,4 +93,4 @@ def own_model(config: Config, actor_json: dict[str, Any]) -> Iterator[str]:
         )
 
 
-CRITIC_CHECKS = (mini_batches, micro_batches, learning_rate, warm_up, _critic_first)
+CRITIC_CHECKS = (mini_batches, _micro_batches, _learning_rate, _warm_up, _critic_first)

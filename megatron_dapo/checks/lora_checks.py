@@ -8,7 +8,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 
 
-def targets(config: Config) -> Iterator[str]:
+def _targets(config: Config) -> Iterator[str]:
     """Yield a mistake for unknown modules, or for none."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
@@ -49,4 +49,4 @@ def _no_user_buffers(config: Config) -> Iterator[str]:
         )
 
 
-LORA_CHECKS = (targets, _no_critic, _no_fp8, _no_user_buffers)
+LORA_CHECKS = (_targets, _no_critic, _no_fp8, _no_user_buffers)

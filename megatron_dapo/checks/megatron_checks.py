@@ -9,7 +9,7 @@ from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.schema.config import Config
 
 
-def world(config: Config) -> Iterator[str]:
+def _world(config: Config) -> Iterator[str]:
     megatron = config.actor_rollout_ref.actor.megatron
     tp = megatron.tensor_model_parallel_size
     pp = megatron.pipeline_model_parallel_size
@@ -113,7 +113,7 @@ def _needed_by_param_gather(config: Config, name: str) -> Iterator[str]:
         )
 
 
-def user_buffers(config: Config) -> Iterator[str]:
+def _user_buffers(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.actor.megatron.tp_comm_overlap:
         for why in known_mistakes(_AGAINST_USER_BUFFERS, config):
             yield f"{MEGATRON}.tp_comm_overlap is true, but {why}, or tp_comm_overlap to false."
@@ -201,7 +201,7 @@ _NEEDED = {
 }
 
 
-def optimizer_state(config: Config) -> Iterator[str]:
+def _optimizer_state(config: Config) -> Iterator[str]:
     for name in ("optimizer_offload_fraction", *_MOMENTS):
         for other in _NEEDED:
             yield from known_mistakes([_needed_by_state], config, name, other)
@@ -218,7 +218,7 @@ def _needed_by_state(config: Config, name: str, other: str) -> Iterator[str]:
         )
 
 
-def moments(config: Config) -> Iterator[str]:
+def _moments(config: Config) -> Iterator[str]:
     for name in _MOMENTS:
         yield from known_mistakes((_offloaded_moment, _actors_moment, _critics_moment), config, name)
 
@@ -255,7 +255,7 @@ def _rounded_moment(config: Config, name: str, key: str) -> Iterator[str]:
 
 
 MEGATRON_CHECKS = (
-    world,
+    _world,
     _expert_ranks,
     _packed_contexts,
     _contexts_on_gpus,
@@ -265,7 +265,7 @@ MEGATRON_CHECKS = (
     _param_gather,
     _fp8_products,
     _fp8_weights,
-    user_buffers,
-    optimizer_state,
-    moments,
+    _user_buffers,
+    _optimizer_state,
+    _moments,
 )

@@ -248,7 +248,7 @@ def _linear_modules(model: dict[str, Any]) -> tuple[str, ...]:
         return ()
 
 
-def adapters(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def _adapters(config: Config, model: dict[str, Any]) -> Iterator[str]:
     modules = _linear_modules(model)
     targets = config.actor_rollout_ref.model.target_modules
     rank = config.actor_rollout_ref.model.lora_rank
@@ -338,7 +338,7 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:
+def _vocabulary(config: Config, model: dict[str, Any]) -> Iterator[str]:
     size = _size(model, "vocab_size")
     rollout = config.actor_rollout_ref.rollout
     wrong = [token for token in rollout.stop_token_ids if size and not 0 <= token < size]
@@ -352,4 +352,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, pipeline, experts, adapters, fp8, positions, servers, vocabulary)
+MODEL_CHECKS = (divisible_by_tp, pipeline, experts, _adapters, fp8, positions, servers, _vocabulary)

@@ -184,7 +184,7 @@ def server_urls(config: Config) -> Iterator[str]:
             yield f"{ROLLOUT}.server_urls holds {url} {urls.count(url)} times; keep one."
 
 
-def server_nodes(config: Config) -> Iterator[str]:
+def _server_nodes(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes and server.num_servers % server.nnodes:
         yield (
@@ -246,6 +246,6 @@ ROLLOUT_CHECKS = (
     multi_turn,
     _server_lists,
     server_urls,
-    server_nodes,
+    _server_nodes,
     extra_args,
 )

@@ -19,7 +19,7 @@ from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.worker_process import Message, serve
 
 
-def get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
+def _get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
     """Return the greeting, and the function that answers a request."""
     host = EnvironmentHost(settings["environment"], settings["kwargs"])
     try:
@@ -73,4 +73,4 @@ def _plain(observation: Observation) -> Message:
 
 
 if __name__ == "__main__":
-    serve(get_ready)
+    serve(_get_ready)

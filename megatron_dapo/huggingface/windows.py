@@ -45,7 +45,7 @@ def read_windows(hf: Mapping[str, Any], source: str, has_local_rope: bool) -> tu
     is_local = tuple(kind == LOCAL for kind in kinds)
     if not has_local_rope:
         return (None if wrong else Windows(hf["sliding_window"], is_local, None)), wrong
-    rope, problems = read_rope(of_local_layers(hf), source)
+    rope, problems = read_rope(_of_local_layers(hf), source)
     if rope.scaling is not None:
         problems = [f"{source}: {rope.scaling.kind} rope of {LOCAL} is not supported, which SGLang does not scale"]
     if wrong or problems:
@@ -63,7 +63,7 @@ def of_global_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**hf, **rope, "rope_theta": hf.get("rope_theta") or GLOBAL_THETA}
 
 
-def of_local_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+def _of_local_layers(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the rotary settings of config.json as if all layers were local."""
     return {"rope_theta": hf.get("rope_local_base_freq"), "rope_parameters": _of_kind(hf, LOCAL)}
 

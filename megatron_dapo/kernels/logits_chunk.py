@@ -116,7 +116,7 @@ class _TorchChunk:
         rows = torch.nn.functional.pad(self._hidden, (0, 0, 0, padding)) if padding else self._hidden
         torch.mm(rows, self._weight.t(), out=self._x[: n + padding])
         x = self._x[:n]
-        is_mine, index = own_targets(self._targets, columns)
+        is_mine, index = _own_targets(self._targets, columns)
         x_t = torch.where(is_mine, x.gather(1, index)[:, 0], float("-inf"))
         # with the rows of the padding: a lone row would be added up in another order than one of
         # several
@@ -162,7 +162,7 @@ class _TorchChunk:
             factor = torch.addcmul(factor, x, (-share * grad_entropy)[:, None], out=x)
         self._d.mul_(factor)
         if grad_log_prob is not None:
-            is_mine, index = own_targets(self._targets, columns)
+            is_mine, index = _own_targets(self._targets, columns)
             self._d.scatter_add_(1, index, torch.where(is_mine, grad_log_prob, 0.0).to(self._dtype)[:, None])
 
     def grad_hidden(self):
@@ -251,7 +251,7 @@ class _TritonChunk:
             torch.addmm(grad_VH, self._d.t(), self._hidden, out_dtype=torch.float32, out=grad_VH)
 
 
-def own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+def _own_targets(local_targets_N: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return (whether this rank has the target's column [N], its index or another valid one [N,
     1])."""
     is_mine = (local_targets_N >= 0) & (local_targets_N < num_columns)

@@ -12,7 +12,7 @@ from megatron_dapo.rewards.worker_process import Answer, Message, serve
 _MATCH_CHARS = 100
 
 
-def get_ready(settings: Message) -> tuple[Message, Answer]:
+def _get_ready(settings: Message) -> tuple[Message, Answer]:
     """Return the greeting, and the function that answers a request. settings: with `pattern`."""
     return {}, partial(_last_match, re.compile(settings["pattern"]))
 
@@ -25,4 +25,4 @@ def _last_match(pattern: re.Pattern[str], message: Message) -> Message:
 
 
 if __name__ == "__main__":
-    serve(get_ready)
+    serve(_get_ready)

@@ -31,7 +31,7 @@ from megatron_dapo.rewards.worker_process import Answer, AsyncAnswer, Message, s
 _SHARE_FOR_TESTS = 0.8  # of the deadline; the rest is for the judge
 
 
-def get_ready(settings: Message) -> tuple[Message, Answer | AsyncAnswer]:
+def _get_ready(settings: Message) -> tuple[Message, Answer | AsyncAnswer]:
     """Return the greeting, and the function that answers a request."""
     function = settings["function"]
     kwargs = settings["kwargs"]
@@ -90,4 +90,4 @@ def _verdicts(results: Sequence[RewardResult]) -> Message:
 
 
 if __name__ == "__main__":
-    serve(get_ready)
+    serve(_get_ready)

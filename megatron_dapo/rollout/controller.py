@@ -246,7 +246,7 @@ class Controller:
         if self._rollout.deterministic:
             # it begins anew: a server that reads tokens instead of writing them adds up in another
             # order
-            on_partial = discarded
+            on_partial = _discarded
         return await self._sampler.sample_group(group, self._rollout.n, self._params, on_sample, on_partial)
 
     def _count_futile_sync(self, step: int, reason: NeedsSync) -> None:
@@ -289,5 +289,5 @@ class Controller:
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
 
 
-def discarded(response: PartialResponse) -> None:
+def _discarded(response: PartialResponse) -> None:
     """Drop an unfinished response."""

@@ -27,52 +27,52 @@ class Column:
         return text.rjust(self.width)
 
 
-def decimals(num: int) -> Callable[[float], str]:
+def _decimals(num: int) -> Callable[[float], str]:
     return lambda value: f"{value:.{num}f}"
 
 
-def percent(value: float) -> str:
+def _percent(value: float) -> str:
     return f"{100 * value:.2f}%"
 
 
-def small(value: float) -> str:
+def _small(value: float) -> str:
     return f"{value:.1e}"
 
 
-def pair(first: float, second: float) -> str:
+def _pair(first: float, second: float) -> str:
     return f"{first:.0f}/{second:.0f}"
 
 
 COLUMNS = (
-    Column("reward", 6, ("reward/mean",), decimals(3)),
-    Column("acc", 5, ("reward/accuracy",), decimals(3)),
-    Column("len", 6, ("response_length/mean",), decimals(1)),
-    Column("entropy", 7, ("actor/entropy",), decimals(3)),
-    Column("KL serv", 8, ("actor/rollout_kl",), small),
-    Column("clip hi", 7, ("actor/on_pg_clipfrac",), percent),
-    Column("clip lo", 7, ("actor/on_pg_clipfrac_lower",), percent),
-    Column("kept/cut", 8, ("dapo/num_kept_groups", "dapo/num_filtered_groups"), pair),
-    Column("tok/s", 6, ("rollout/tokens_per_s",), decimals(0)),
-    Column("roll s", 6, ("time/rollout",), decimals(1)),
-    Column("old s", 5, ("time/old_log_probs",), decimals(1)),
-    Column("upd s", 5, ("time/update",), decimals(1)),
-    Column("sync s", 6, ("time/weight_sync",), decimals(1)),
-    Column("step s", 6, ("time/step",), decimals(1)),
+    Column("reward", 6, ("reward/mean",), _decimals(3)),
+    Column("acc", 5, ("reward/accuracy",), _decimals(3)),
+    Column("len", 6, ("response_length/mean",), _decimals(1)),
+    Column("entropy", 7, ("actor/entropy",), _decimals(3)),
+    Column("KL serv", 8, ("actor/rollout_kl",), _small),
+    Column("clip hi", 7, ("actor/on_pg_clipfrac",), _percent),
+    Column("clip lo", 7, ("actor/on_pg_clipfrac_lower",), _percent),
+    Column("kept/cut", 8, ("dapo/num_kept_groups", "dapo/num_filtered_groups"), _pair),
+    Column("tok/s", 6, ("rollout/tokens_per_s",), _decimals(0)),
+    Column("roll s", 6, ("time/rollout",), _decimals(1)),
+    Column("old s", 5, ("time/old_log_probs",), _decimals(1)),
+    Column("upd s", 5, ("time/update",), _decimals(1)),
+    Column("sync s", 6, ("time/weight_sync",), _decimals(1)),
+    Column("step s", 6, ("time/step",), _decimals(1)),
 )
 
 
 # of a run that fine-tunes on conversations
 SFT_COLUMNS = (
-    Column("loss", 7, ("train/loss",), decimals(4)),
-    Column("entropy", 7, ("actor/entropy",), decimals(3)),
-    Column("norm", 7, ("actor/grad_norm",), decimals(3)),
-    Column("lr", 7, ("actor/lr",), small),
-    Column("counted", 8, ("data/num_counted_tokens",), decimals(0)),
-    Column("tokens", 8, ("perf/total_num_tokens",), decimals(0)),
-    Column("epoch", 7, ("data/epoch",), decimals(2)),
-    Column("tok/s/rank", 10, ("perf/update_tokens_per_s_per_gpu",), decimals(0)),
-    Column("upd s", 5, ("time/update",), decimals(1)),
-    Column("step s", 6, ("time/step",), decimals(1)),
+    Column("loss", 7, ("train/loss",), _decimals(4)),
+    Column("entropy", 7, ("actor/entropy",), _decimals(3)),
+    Column("norm", 7, ("actor/grad_norm",), _decimals(3)),
+    Column("lr", 7, ("actor/lr",), _small),
+    Column("counted", 8, ("data/num_counted_tokens",), _decimals(0)),
+    Column("tokens", 8, ("perf/total_num_tokens",), _decimals(0)),
+    Column("epoch", 7, ("data/epoch",), _decimals(2)),
+    Column("tok/s/rank", 10, ("perf/update_tokens_per_s_per_gpu",), _decimals(0)),
+    Column("upd s", 5, ("time/update",), _decimals(1)),
+    Column("step s", 6, ("time/step",), _decimals(1)),
 )
 
 

@@ -32,7 +32,7 @@ def stale(batch: MicroBatch, weight_version: int) -> Tensor:
     return (batch.loss_mask != 0) & (batch.weight_versions < weight_version) & (batch.exp_mask == 0)
 
 
-def checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor:
+def _checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor:
     """Return the mask of tokens for `max_mismatch`: the `compared` ones, and with_stale older
     weights' too.
 
@@ -79,12 +79,12 @@ def _mostly_rejected(metrics: Mapping[str, float]) -> str | None:
 
 
 def difference_sums(batches: Iterable[MicroBatch], weight_version: int, *, with_stale: bool = False) -> Tensor | None:
-    """Return [sum of |old - server's log-prob|, number of tokens] over the `checked` tokens. None
+    """Return [sum of |old - server's log-prob|, number of tokens] over the `_checked` tokens. None
     without old log-probs, as on all stages but the last."""
     parts = []
     for batch in batches:
         if batch.old_log_probs is not None:
-            counts = checked(batch, weight_version, with_stale)
+            counts = _checked(batch, weight_version, with_stale)
             parts.append(torch.stack([_differences(batch, batch.old_log_probs, counts).sum(), counts.sum().double()]))
     return torch.stack(parts).sum(0) if parts else None
 
@@ -103,17 +103,17 @@ def all_mismatch_sums(batch: MicroBatch, log_probs: Tensor, weight_version: int)
     """Return the metric sums that are checked beside older weights' tokens: the mean of |trainer's
     - server's log-prob| over all counted tokens of this rollout. log_probs: the current ones, [B,
     S] like the batch's."""
-    counts = checked(batch, weight_version, with_stale=True)
+    counts = _checked(batch, weight_version, with_stale=True)
     return {MEAN_MISMATCH_ALL: token_mean(_differences(batch, log_probs, counts), counts)}
 
 
 def shares_of(
     batches: Sequence[MicroBatch], log_probs: Sequence[Tensor], weight_version: int, *, with_stale: bool = False
 ) -> Shares:
-    """Return the shares of every sample that has `checked` tokens."""
+    """Return the shares of every sample that has `_checked` tokens."""
     shares: Shares = {}
     for batch, ours in zip(batches, log_probs, strict=True):
-        counts = checked(batch, weight_version, with_stale)
+        counts = _checked(batch, weight_version, with_stale)
         numbers = batch.by_sample(counts)
         for sample_id, values in batch.by_sample(_differences(batch, ours, counts)).items():
             if number := int(numbers[sample_id].sum()):

@@ -122,13 +122,13 @@ def _region(shard: ShardedTensor, parameter: torch.nn.Parameter, vocab_size: int
         return None
     start = shard.data.storage_offset() - parameter.data.storage_offset()
     copy, tensor_replica = shard.replica_id[:2]
-    if is_expert(parameter):
+    if _is_expert(parameter):
         # the tensor-parallel ranks that have the same of it are replicas; see `replica_of`
         tensor_replica = 0
     return Region(shard.key, whole_shape, tuple(shard.global_offset), shape, start, (copy, tensor_replica))
 
 
-def is_expert(parameter: torch.nn.Parameter) -> bool:
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
     """Return whether the parameter belongs to one expert of a mixture: Megatron marks it."""
     return not getattr(parameter, "allreduce", True)
 
@@ -139,6 +139,6 @@ def replica_of(parameter: torch.nn.Parameter, number: int, layout: ParallelLayou
 
     number: of the parameter, the same on all of them: they take turns at writing.
     """
-    if is_expert(parameter):
+    if _is_expert(parameter):
         return (layout.expert_dp_rank + number) % layout.expert_dp
     return (layout.copy_rank + number) % layout.num_copies

@@ -88,13 +88,13 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     little memory."""
     if arguments.config is None:
         raise UserError("plan needs a config: give --config FILE, or --config-name NAME.")
-    hardware = hardware_of(arguments)
+    hardware = _hardware_of(arguments)
     limit = JobLimit(limit_seconds(arguments.time_limit), arguments.notice)
     if arguments.hardware:  # the config's own value is of GPUs that it was written for
         overrides = [f"trainer.gpu_memory_gb={hardware.memory / GB:g}", *overrides]
     named = None if arguments.model is None else model_json_named(arguments.model)
     config = load_and_validate(arguments.config, overrides, check_files=False, model_json=named)
-    name, model_json = model_of(config, arguments.model)
+    name, model_json = _model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
     if config.trainer.replay or config.sft.enable:
         key, value = next((key, value) for key in ("trainer.replay", "sft.enable") if (value := value_of(config, key)))
@@ -108,7 +108,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and (lack := lack_of_fp8(hardware.name, hardware.capability, megatron.fp8_recipe)):
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
-    assumed = assumptions(config, arguments, hardware)
+    assumed = _assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
     run = run_time(config, spec, assumed, staleness, critic)
@@ -120,7 +120,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
         raise UserError(sentences)
 
 
-def model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
+def _model_of(config: Config, name: str | None) -> tuple[str, dict[str, Any]]:
     """Return a model's name and its config.json.
 
     The model is the option's, else the checkpoint's, else the published one named by the
@@ -145,14 +145,14 @@ def _critic_of(config: Config) -> ModelSpec | None:
     return None if content is None else model_spec(content, source=path or "")
 
 
-def hardware_of(arguments: argparse.Namespace) -> Hardware:
+def _hardware_of(arguments: argparse.Namespace) -> Hardware:
     """Return the GPU that the options describe."""
     row = hardware_named(arguments.hardware or "h100")
     changes = {"link_bandwidth": arguments.link_gb_s, "network_bandwidth": arguments.network_gb_s}
     return replace(row, **{name: value * GB for name, value in changes.items() if value is not None})
 
 
-def assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
+def _assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardware) -> Assumptions:
     """Return the assumptions from the options or their defaults. Raises UserError."""
     run = MeasuredRun.of(arguments.measured) if arguments.measured else None
     usual = Assumptions.usual(config, hardware)
@@ -189,7 +189,7 @@ def _lengths(longest: int, arguments: argparse.Namespace, run: MeasuredRun | Non
 def _factors(run: MeasuredRun | None, hardware: Hardware, efficiency: Efficiency) -> Factors:
     if run is None:
         return Factors()
-    name, model_json = model_of(run.config, None)
+    name, model_json = _model_of(run.config, None)
     return run.factors(model_spec(model_json, source=name), hardware, efficiency)
 
 

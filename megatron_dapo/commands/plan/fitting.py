@@ -19,7 +19,7 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_NODES = 256
 
 
-def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
+def _server_sizes(config: Config, spec: ModelSpec) -> list[int]:
     """Return the tensor-parallel sizes within a node for SGLang's cut of this model."""
     gpus = config.trainer.n_procs_per_node
     kv_heads = spec.num_kv_heads
@@ -37,7 +37,7 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     fitting = (
         tp
-        for tp in server_sizes(config, spec)
+        for tp in _server_sizes(config, spec)
         if server_memory(with_keys(config, {SERVER_TP: tp}), spec).num_tokens >= longest
     )
     return next(fitting, None)
@@ -46,7 +46,7 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
 def least_server_memory(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that each GPU of a node has to have for the largest server within it to hold
     a sample."""
-    largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
+    largest = with_keys(config, {SERVER_TP: _server_sizes(config, spec)[-1]})
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
     share = config.actor_rollout_ref.rollout.server.mem_fraction_static or SERVER_SHARE

@@ -24,7 +24,7 @@ def time_plan(config: Config, model: str, assumed: Assumptions, run: RunTime, li
     sections = [("layout", list(_layout(config, model, assumed, run))), ("assumed", list(_assumed(assumed, run)))]
     lines = ["Plan of time: an estimate (docs/plan.md), without validation and saves"]
     lines += [line for label, texts in sections for line in labelled(label, texts)]
-    lines += ["", *table(config, run, limit)]
+    lines += ["", *_table(config, run, limit)]
     configured = [step for step in run.steps if step.max_staleness == config.actor_rollout_ref.rollout.max_staleness]
     for step in configured:
         cost = cost_lines(config, step, run.num_gpus, limit, assumed.hardware.name)
@@ -74,7 +74,7 @@ def _assumed(assumed: Assumptions, run: RunTime) -> Iterator[str]:
         yield f"measured / estimated, by which the estimates are multiplied: {factors}"
 
 
-def table(config: Config, run: RunTime, limit: JobLimit) -> list[str]:
+def _table(config: Config, run: RunTime, limit: JobLimit) -> list[str]:
     """Return the lines of the table: a row per part, a column per K."""
     steps = run.steps
     parts = run.parts

@@ -41,7 +41,7 @@ def packed(content: bytes) -> str:
     return base64.b64encode(zlib.compress(content, 6)).decode("ascii")
 
 
-def read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
+def _read_answers(file: StepFile, max_bytes: int) -> StepAnswers | None:
     """Return the answers of a step, or None.
 
     Of an evaluation too large by itself, only answers to its first prompts.
@@ -75,7 +75,7 @@ def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
     """Return the answers of one kind that fit. Steps too many by the size of their files are never
     read."""
     places = _thinned([file.num_bytes() // _MOST_PACKED for file in files], max_bytes)
-    answers = [read_answers(files[place], max_bytes) for place in places]
+    answers = [_read_answers(files[place], max_bytes) for place in places]
     return fitting([each for each in answers if each is not None], max_bytes)
 
 

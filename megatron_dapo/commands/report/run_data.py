@@ -76,14 +76,14 @@ def read_run(folder: Path) -> RunData:
     except OSError as error:
         raise UserError(f"{folder} is no folder of a run: {run.metrics} cannot be read ({error.strerror}).") from error
     steps = [record for record in records if not is_validation(record)]
-    config = flat(_read(run.config, _yaml))
+    config = _flat(_read(run.config, _yaml))
     ends = read_ends(run.ends)
     state, sentence = _outcome(steps, config.get("trainer.total_training_steps"), ends)
     return RunData(
         name=name_of(folder),
         folder=folder,
-        steps=table([record | derived(record) for record in steps]),
-        validations=table([record for record in records if is_validation(record)]),
+        steps=_table([record | derived(record) for record in steps]),
+        validations=_table([record for record in records if is_validation(record)]),
         phases=_phases(steps),
         facts=tuple(_facts(records, steps, config, _read(run.machine, parse_json))),
         state=state,
@@ -114,7 +114,7 @@ def _with_times(records: list[dict]) -> list[dict]:
     return records
 
 
-def table(records: Sequence[dict]) -> Table:
+def _table(records: Sequence[dict]) -> Table:
     """Return the records by name, limited to the first names if there are too many.
 
     A value of another type than numbers becomes None.
@@ -136,7 +136,7 @@ def _phases(steps: Sequence[dict]) -> Table:
         row = {name.removeprefix("time/"): value for name, value in step.items() if name.startswith("time/")}
         whole = row.pop("step", sum(row.values()))
         rows.append(row | {"other": max(0.0, whole - sum(row.values()))})
-    return {name: values for name, values in table(rows).items() if name not in ("step", "time") and any(values)}
+    return {name: values for name, values in _table(rows).items() if name not in ("step", "time") and any(values)}
 
 
 def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> tuple[str, str]:
@@ -206,18 +206,18 @@ def _yaml(text: str) -> Any:
     return parse_yaml(text)[0]
 
 
-def flat(section: dict, prefix: str = "") -> dict[str, Any]:
+def _flat(section: dict, prefix: str = "") -> dict[str, Any]:
     """Return a tree of sections as {"a.b.c": value}."""
     values: dict[str, Any] = {}
     for key, value in section.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        values |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return values
 
 
 def config_rows(runs: Sequence[RunData]) -> list[dict]:
     """Return the keys that some run has set to another value than the default, differing ones
     first."""
-    default = flat(Config().model_dump(mode="json"))
+    default = _flat(Config().model_dump(mode="json"))
     keys = sorted({key for run in runs for key, value in run.config.items() if value != default.get(key)})
     rows: list[dict[str, Any]] = [
         {"key": key, "default": _shown(default.get(key)), "values": [_shown(run.config.get(key)) for run in runs]}

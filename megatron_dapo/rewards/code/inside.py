@@ -52,7 +52,7 @@ _RECURSION_LIMIT = 600_000  # as in verl; the memory limit holds before
 _LOOK_S = 0.001
 
 
-def serve() -> None:
+def _serve() -> None:
     """Answer requests until there are no more. In the forks it returns: an interpreter's regular
     end joins threads."""
     requests = os.fdopen(os.dup(0), "rb")
@@ -193,4 +193,4 @@ def _encoded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    serve()
+    _serve()
