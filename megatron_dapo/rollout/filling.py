@@ -1,4 +1,4 @@
-"""Fills the queue: draws prompts as admission allows and samples their groups, also in training."""
+"""Fills the queue: draws prompts as admission allows and samples their groups, also during training."""
 
 import asyncio
 import logging
@@ -138,7 +138,7 @@ class Filling:
             log.warning("%d groups are not waited for any more: they do not end within %g s", num_late, _ABORT_S)
 
     def take_held_s(self) -> float:
-        """Return the seconds since the last call with free slots idle only by `max_staleness`."""
+        """Return the seconds, since the last call, of free slots kept idle only by `max_staleness`."""
         return self._held.take()
 
     def _check_servers(self) -> None:
