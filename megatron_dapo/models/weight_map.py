@@ -60,7 +60,7 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 def _halves(spec: ModelSpec) -> list[int]:
     """Return the places in a checkpoint of a head's rows in Megatron's order.
 
-    There rotated pairs are neighbours.
+    In the checkpoint, rotated pairs are neighbours.
     """
     return [*_rotated_order(spec), *range(spec.rotary_dim, spec.head_dim)]
 
