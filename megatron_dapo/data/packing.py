@@ -228,7 +228,8 @@ def collate(
 ) -> MicroBatch:
     """Return the micro-batch of these samples, in order; a dummy without loss for no samples.
 
-    T or S is padded to pad_multiple; packed, every segment to its divisor segment_multiple.
+    T or S is padded to pad_multiple. Packed, every segment is padded to segment_multiple, a divisor
+    of pad_multiple.
     """
     if packed:
         widths = [round_up(sample.length, segment_multiple) for sample in samples]
