@@ -7,4 +7,4 @@ by the ranks reflect tensor, pipeline and data parallelism; no padding is stored
 
 from megatron_dapo.platform.device import prepare_megatron
 
-prepare_megatron()  # must come before the imports of megatron.core below
+prepare_megatron()  # before megatron.core is imported, as all modules here do
