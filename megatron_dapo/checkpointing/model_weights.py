@@ -37,8 +37,8 @@ def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) ->
     """Fill this rank's parameters from `model.path` or `ref.path`, before an optimizer is made.
 
     Of a checkpoint of this program only the model is read; any layout may have written it. For a
-    critic it is the checkpoint's critic, or the body of its policy. Collective over all ranks; raises
-    UserError on all of them.
+    critic it is the checkpoint's critic, or the body of its policy. Collective over all ranks;
+    raises UserError on all of them.
     """
     folder = ModelFolder.of(path)
     if folder.megatron is None:

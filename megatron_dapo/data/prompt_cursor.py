@@ -49,7 +49,8 @@ class PromptCursor:
 
     The order is fixed by (seed, epoch), and by the difficulties or the measured pass rates: easy
     ones first. A prompt that was always or never solved will probably be so again, and its
-    responses say nothing. By measured rates such prompts do not come all together, but spread among the others.
+    responses say nothing. By measured rates such prompts do not come all together, but spread among
+    the others.
     """
 
     def __init__(

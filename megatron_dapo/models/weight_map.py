@@ -3,8 +3,8 @@
 Only these entries load a checkpoint, export one and send weights to the servers.
 
 A row gives the axis along which tensor-parallel ranks hold slices of the Hugging Face tensors. For
-an expert, these are the expert-tensor-parallel ranks. Its transform joins a rank's slices into the
-Megatron shard, and splits the shard again.
+an expert, these are the expert-tensor-parallel ranks; other expert-parallel ranks do not have the
+expert. A row's transform joins a rank's slices into the Megatron shard, and splits the shard again.
 """
 
 import re

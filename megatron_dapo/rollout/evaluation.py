@@ -1,4 +1,4 @@
-"""Evaluation: several answers per prompt as records, scored by the raw reward, and their metrics."""
+"""Evaluation: several answers per prompt as records, with the raw reward, and their metrics."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence

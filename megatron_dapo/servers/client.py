@@ -80,8 +80,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 = off
     stop_token_ids: tuple[int, ...] = ()
-    # in [-2^63, 2^63); read only by servers with deterministic inference; without a seed they take 42
-    # for all requests
+    # in [-2^63, 2^63); read only by servers with deterministic inference: they take 42 for all
+    # requests without a seed
     sampling_seed: int = 0
 
 

@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _check_reach(settings: Any) -> None:
-    """Raise UserError for arguments with their own key, or with a listener outside our middleware."""
+    """Raise UserError for arguments with a key of their own, or a listener outside our guard."""
     wrong = {
         "--api-key": settings.api_key,
         "--admin-api-key": settings.admin_api_key,

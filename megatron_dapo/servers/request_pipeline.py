@@ -49,11 +49,11 @@ class RequestPipeline:
         """Send a JSON document and return the answer. Requests go out in the order of the calls.
 
         A cancelled call ends the connection, and with it the calls under way. The server takes up
-        none of the requests not begun yet, unless its answer to the one before is on the way already. If no
-        connection can be made, the calls waiting for it fail too.
+        none of the requests not begun yet, unless its answer to the one before is on the way
+        already. If no connection can be made, the calls waiting for it fail too.
 
         Raises OSError if there is no connection or it ends early, and h11.RemoteProtocolError for
-        an answer that is not HTTP.
+        an answer without the form of HTTP.
         """
         num_failed = self._num_failed_connections
         async with self._turn:

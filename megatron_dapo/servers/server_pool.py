@@ -33,9 +33,9 @@ _ABORT_CALL_S = 0.5
 class ServerPool:
     """The servers of the run, of changing number, with their states (`server_health.py`).
 
-    Only current servers get requests. A server that is behind finishes the requests that still
-    accept its version. A paused server with the right weights is told to continue: by `expect` at once, with requests
-    once no push takes that long.
+    Only current servers get requests. A server in the state BEHIND finishes the requests that still
+    accept its version. A paused server with the right weights is told to continue: by `expect` at
+    once, with requests once no push takes that long.
 
     All servers are watched, also at work: requests at a lost one end at once with a ServerError. A
     server no longer listed finishes its requests, and is watched until then.

@@ -46,7 +46,8 @@ class ServerWatch:
     """A thread that asks one server for its health every few seconds, until `stop`.
 
     The scheduler answers `/server_info`. The work of scheduler and detokenizer answers
-    `/health_generate`, asked only of a server that is not paused. Neither disturbs a server at work.
+    `/health_generate`, never asked of a paused server: it generates nothing. Neither disturbs a
+    server at work.
 
     A note of `report_unresponsive` makes the server suspect: its limit is SUSPECT_LIMIT_S until it
     is seen to work. A paused server stays suspect: it may answer while its GPUs wait for a dead

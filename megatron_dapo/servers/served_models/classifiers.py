@@ -1,4 +1,4 @@
-"""Reward models of the families of docs/models.md, in SGLang's classes, with their checkpoints' heads.
+"""Reward models of the families of docs/models.md: SGLang's classes, their checkpoints' heads.
 
 SGLang 0.5.23 gives the heads of Qwen2 and Qwen3 a bias, and Llama's none. Hugging Face's sequence
 classifiers have none, so a bias would keep its initial value and shift all scores. A critic of ours
