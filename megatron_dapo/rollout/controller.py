@@ -185,7 +185,7 @@ class Controller:
             self._validation.begin(step, weight_version, partial(self._evaluation_overdue, step))
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Return the metrics of the held-out prompts; {} without any. Only weight_version answers.
+        """Return the metrics of the held-out prompts; {} without any. Only this version answers.
 
         Waits for the evaluation of `begin_evaluation`, or begins it. Raises NeedsSync,
         RolloutError, UserError.

@@ -26,7 +26,7 @@ async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str])
     """Await the work and return its result.
 
     At the deadline cancel it and raise RolloutError(describe()). describe sees the state before
-    that.
+    the cancelling.
     """
     task = asyncio.create_task(work)
     try:

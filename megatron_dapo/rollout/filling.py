@@ -1,6 +1,6 @@
-"""Fills the queue: draws prompts as admission allows, samples their groups, also in training.
+"""Fills the queue: draws prompts as admission allows, and samples their groups.
 
-It goes on while the trainer trains, with `max_staleness` above 0.
+With `max_staleness` above 0 it goes on while the trainer trains.
 """
 
 import asyncio

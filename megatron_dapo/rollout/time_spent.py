@@ -25,7 +25,7 @@ class TimeSpent:
         return self._since is not None or self._seconds > 0
 
     def take(self) -> float:
-        """Return its seconds on since the last call."""
+        """Return the seconds that it was on since the last call."""
         self.switch(self._since is not None)
         seconds = self._seconds
         self._seconds = 0.0

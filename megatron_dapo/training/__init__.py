@@ -3,4 +3,4 @@ share of a step."""
 
 from megatron_dapo.platform.device import prepare_megatron
 
-prepare_megatron()  # before megatron.core is imported, as all modules here do
+prepare_megatron()  # must run before a module of this package imports megatron.core

@@ -7,4 +7,4 @@ by the ranks reflect tensor, pipeline and data parallelism; no padding is stored
 
 from megatron_dapo.platform.device import prepare_megatron
 
-prepare_megatron()  # before megatron.core is imported, as all modules here do
+prepare_megatron()  # must run before a module of this package imports megatron.core
