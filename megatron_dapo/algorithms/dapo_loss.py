@@ -28,7 +28,7 @@ class LossConfig:
     kl_loss_coef: float = 0.0
     kl_loss_type: str = "low_var_kl"
     entropy_coef: float = 0.0
-    report_entropy: bool = False  # from the caller; needed for a non-zero entropy_coef
+    report_entropy: bool = False  # the caller computes it; needed for entropy_coef != 0
     report_mismatch: bool = True  # the batch has the server's log-probs
     report_stale: bool = False  # also of tokens of older weights, and of all; with report_mismatch
     off_policy: OffPolicy | None = None  # None: all tokens are on-policy
@@ -104,7 +104,7 @@ class TokenBatch:
     Their old log-probs are of the policy that wrote them.
     """
     sequence_log_ratio: Tensor | None = None
-    """With is_over_sequences: mean of log-prob - old log-prob over the sequence's counted ones."""
+    """With is_over_sequences: the sequence's mean of log-prob - old log-prob at counted tokens."""
 
     def select(self, index: Tensor | slice) -> "TokenBatch":
         """Return the tokens at `index` along the first axis, in every field.

@@ -12,8 +12,8 @@ EPS = 1e-6  # of the public DAPO recipe
 class GroupRewards:
     """The responses of one group, as its estimator's input. Tensors are [n] float64.
 
-    In float32, the mean of equal rewards would be off by a rounding error, and a small deviation
-    blows it up.
+    In float32, the mean of equal rewards would be off by a rounding error; division by a small
+    deviation blows it up.
     """
 
     rewards: Tensor

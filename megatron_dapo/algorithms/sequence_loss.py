@@ -39,8 +39,8 @@ class LossSequence:
 SequenceLossAnswer = tuple[Tensor, Tensor | float, Mapping[str, tuple[Tensor | float, Tensor | float]]]
 """(summed loss, with gradient; count; metrics: name -> (sum, count)).
 
-The minimum is sought of the sum of all losses over the sum of all counts, over micro-batches and
-ranks. Neither may be divided by numbers of a micro-batch, so that nothing depends on the cut of a
+Training minimises the sum of all losses over the sum of all counts, over micro-batches and ranks.
+Neither may be divided by numbers of a micro-batch, so that nothing depends on the cut of a
 mini-batch.
 """
 
@@ -54,7 +54,7 @@ It gets the sequences with tokens to learn from, at least one. Sequences lie who
 def load_loss_function(key: str, path: str) -> SequenceLossFunction:
     """Import `package.module:function`, the value of a config key.
 
-    Raises UserError with one sentence if it is none.
+    Raises UserError with one sentence if it is no function.
     """
     function = import_attribute(key, path, "package.module:function")
     if not callable(function):

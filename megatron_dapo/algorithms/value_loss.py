@@ -62,8 +62,8 @@ def value_loss(
 def explained_variance_sums(values: Tensor, returns: Tensor, counted: Tensor) -> Sums:
     """Return the sums for the mean return, and for critic/explained_variance by `finalize`.
 
-    It is 1 - Var(R - V) / Var(R), or 0 if all returns are equal. values: before the update, without
-    gradient; all of one shape, counted: bool.
+    The latter is 1 - Var(R - V) / Var(R), or 0 if all returns are equal. values: before the update,
+    without gradient; all of one shape, counted: bool.
     """
     residual = (returns - values).double()
     returns = returns.double()

@@ -36,9 +36,9 @@ def _leave_weights(model: ModelParts, path: str, layout: ParallelLayout) -> None
 def load_weights(model: ModelParts, path: str | Path, layout: ParallelLayout) -> None:
     """Fill this rank's parameters from `model.path` or `ref.path`, before an optimizer is made.
 
-    Of a checkpoint of this program only the model is read, written at any layout. For a critic it
-    is the checkpoint's critic, or the body of its policy. Collective over all ranks; raises
-    UserError on all of them.
+    Of a checkpoint of this program only the model is read; any layout may have written it. For a
+    critic it is the checkpoint's critic, or the body of its policy. Collective over all ranks;
+    raises UserError on all of them.
     """
     folder = ModelFolder.of(path)
     if folder.megatron is None:

@@ -39,9 +39,9 @@ class Start:
     state: dict[str, Any] = field(default_factory=dict)
     """Its trainer.json."""
     missing: tuple[str, ...] = ()
-    """Absent parts, as allowed."""
+    """Parts that the checkpoint lacks, as `trainer.accept_missing` allows."""
     unused: tuple[str, ...] = ()
-    """Parts that this run does not have."""
+    """Parts of the checkpoint that this run does not have."""
     notes: tuple[str, ...] = ()
     """Lines for the report: skipped checkpoints, differences."""
 

@@ -49,7 +49,7 @@ class Trained:
     critic: TrainedModel | None
     """None without a critic."""
     kl_controller: FixedKLController | None
-    """None without a KL penalty in the reward."""
+    """None in a fine-tuning run; every other run has one."""
     rollout: Rollout | None
     """The source of samples or conversations; on rank 0, None elsewhere."""
 

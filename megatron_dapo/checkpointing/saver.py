@@ -52,7 +52,7 @@ class Saver:
         Args:
             write_tensors: begins to write models, optimizers and random state into a checkpoint
                 folder.
-            trainer: the keys of the kept checkpoints; see `folders.retire`.
+            trainer: has the keys keep_last and keep_every; see `folders.retire`.
             contents: the parts that the manifest names.
         """
         self._agreement = agreement
@@ -101,8 +101,8 @@ class Saver:
             self._publish(self._saving, self._saving.sealing or self._seal(self._saving))
 
     def _seal(self, saving: _Saving) -> Future[dict[str, FileRecord]]:
-        """Wait for the tensors; then each rank flushes its share of the files and sums it up, in
-        the background."""
+        """Wait for the tensors; then each rank flushes its share of the files and computes their
+        checksums, in the background."""
         with self._discarded_on_error(saving.staged):
             for each in saving.tensors:
                 each.finish()

@@ -133,9 +133,9 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of those samples
     old_log_probs: Tensor | None = None  # float32
     ref_log_probs: Tensor | None = None  # float32
-    # for a KL over the whole vocabulary: the reference's hidden states of this rank's counted rows
-    # [K, H], the rows of the vocabulary multiplied with them (one tensor for all batches), and the
-    # KL per token of the policy before its update
+    # for a KL over the whole vocabulary. ref_hidden: the reference's hidden states of this rank's
+    # counted rows, [K, H]. ref_weight: the vocabulary's rows multiplied with them, one tensor for
+    # all batches. full_kl: the KL per token of the policy before its update
     ref_hidden: Tensor | None = None
     ref_weight: Tensor | None = None
     full_kl: Tensor | None = None
@@ -228,7 +228,8 @@ def collate(
 ) -> MicroBatch:
     """Return the micro-batch of these samples, in order; a dummy without loss for no samples.
 
-    T or S is padded to pad_multiple; packed, every segment to its divisor segment_multiple.
+    T or S is padded to pad_multiple. Packed, every segment is padded to segment_multiple, a divisor
+    of pad_multiple.
     """
     if packed:
         widths = [round_up(sample.length, segment_multiple) for sample in samples]

@@ -48,8 +48,9 @@ class PromptCursor:
     """Prompt numbers, drawn epoch by epoch, every prompt once per epoch.
 
     The order is fixed by (seed, epoch), and by the difficulties or the measured pass rates: easy
-    ones first. A prompt always or never solved probably will be again, and its responses say
-    nothing. By measured rates such prompts do not come all together, but spread among the others.
+    ones first. A prompt that was always or never solved will probably be so again, and its
+    responses say nothing. By measured rates such prompts do not come all together, but spread among
+    the others.
     """
 
     def __init__(

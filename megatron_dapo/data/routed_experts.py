@@ -19,7 +19,6 @@ _SENT = np.dtype("<i4")  # as sent by SGLang
 
 
 @dataclass(frozen=True)
-# The sizes of the choices of a model's routers: experts for each token in each of num_layers.
 class RouterShape:
     """The sizes of the choices of a model's routers: experts per token in each of num_layers."""
 

@@ -62,7 +62,7 @@ class Sample(TokenRecord):
     is_terminated: bool = True
     exp_mask: bool = False  # replayed by experience replay (off-policy)
     num_turns: int = 1
-    servers: tuple[str, ...] = ()  # URLs of the writers of its turns
+    servers: tuple[str, ...] = ()  # URLs of the servers that wrote its turns
     reward_error: str | None = None  # the reason for a missing answer of the verifier
     answer: str | None = None  # its answer, for a vote among responses; None without one
     # among the responses to its prompt, from 0; the seeds of its requests derive from it

@@ -1,4 +1,4 @@
-"""Bins filled as far as lengths allow: one, two or three last lengths leave the least room.
+"""Bins filled as far as lengths allow: one to three last lengths leave the least room free.
 
 The remaining lengths are bits of one number, so one operation finds every pair with a given sum.
 Its steps are the tokens of a bin, for any number of samples: the search is linear in the samples,

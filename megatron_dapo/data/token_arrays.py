@@ -29,7 +29,7 @@ _NAMES = {
     "weight_versions": "weight version",
     "routed_experts": "routed expert",
 }
-# of a dtype -> the types of its JSON values
+# kind of a dtype -> the types of its values in JSON
 _KINDS: dict[str, set[type]] = {"i": {int}, "u": {int}, "f": {int, float}}
 _WORDS = {"i": "no whole number", "u": "no whole number", "f": "no number"}
 

@@ -33,7 +33,8 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 class Tokenizer:
     """A model's tokenizer: text to tokens and back. Make it with `load_tokenizer`.
 
-    eos_token_ids: all ends of a response, by generation_config.json, config.json and the tokenizer.
+    eos_token_ids: all tokens that end a response, by generation_config.json, config.json and the
+        tokenizer.
     num_tokens: size of the vocabulary, added tokens included.
     """
 

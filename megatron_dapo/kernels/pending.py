@@ -1,6 +1,6 @@
 """Waits for our own collectives.
 
-By this file of its own the watchdog recognizes a rank that waits for others.
+They have a file of their own: by it the watchdog recognizes a rank that waits for others.
 """
 
 import torch.distributed as dist

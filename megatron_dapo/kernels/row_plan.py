@@ -97,7 +97,7 @@ def _cut(counted: np.ndarray, rows_per_slice: int, num_slices: int, chunk_size: 
     lengths = np.diff(bounds)
     start = 0
     while start < lengths.max(initial=0):
-        # the width shrinks with the number of slices that have rows left, so that chunks stay full
+        # the slices with rows left share the chunk equally: it stays full even if only one has rows
         width = max(1, chunk_size // int((lengths > start).sum()))
         width = min(width, int(lengths.max()) - start)
         ranges = [np.arange(first + min(start, n), first + min(start + width, n)) for first, n in _pairs(bounds)]

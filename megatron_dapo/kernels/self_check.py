@@ -47,8 +47,9 @@ def largest_errors(check: Check, device: torch.device) -> list[Error]:
 
     The inputs have the check's dtype, so products are exact except for their accumulation in
     float32. Log-probs and entropies may differ by 2e-4 (bf16 kernels) or 2e-5. Gradients pass
-    through one rounding to the dtype. Of a metric only the count is compared, to find metrics that
-    a kernel fails to store: the share of clipped tokens jumps if a ratio is near the bound.
+    through one rounding to the dtype. Of a metric only the count is compared. That finds metrics
+    that a kernel fails to store. The sum is no measure: the share of clipped tokens jumps if a
+    ratio is near the bound.
     """
     generator = torch.Generator().manual_seed(7)
 

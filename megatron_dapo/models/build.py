@@ -85,9 +85,9 @@ def build_model(
     replay_routers: bool = False,
     lora: LoraSettings | None = None,
 ) -> ModelParts:
-    """Build this rank's part on its device, with meaningless values; load weights next.
+    """Build this rank's part on its device, with meaningless values.
 
-    A critic's spec gets a value head of zeros. `load_hf_weights` loads.
+    Load weights next (`load_hf_weights`). A critic's spec gets a value head of zeros.
 
     Args:
         fused_head: kernels compiled on the machine work here; on a GPU the activation is one, too.
@@ -158,7 +158,7 @@ def _use_transformer_engine(megatron: MegatronConfig) -> bool:
     """Return whether to build Transformer Engine's layers.
 
     They need bfloat16: the packed attention has no float32 kernel. Raises UserError for a setting
-    without its needs.
+    that requires them in a place without support.
     """
     lack = _lack_of_transformer_engine(megatron)
     needs = f"which needs a GPU, dtype bfloat16 and a transformer_engine that Megatron-core can load, but {lack}"
@@ -489,11 +489,11 @@ def _build_chunk(
         rotary_percent=spec.rotary_dim / spec.head_dim,
         vp_stage=vp_stage,
     )
-    if rotates:  # Megatron's frequencies lack kinds of scaling and settings
+    if rotates:  # Megatron lacks some kinds of scaling and some of their settings
         specs = [each for each in (spec, spec.of_local_layers()) if each]
         chunk.rotary_pos_emb.inv_freq = torch.cat([rotary_frequencies(each) for each in specs]).to(device())
     if spec.embedding_scale != 1:
         chunk.embedding_scale = torch.tensor(spec.embedding_scale).to(config.params_dtype).item()
-    built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron's are from 1
+    built = [layer.layer_number - 1 for layer in chunk.decoder.layers]  # Megatron counts from 1
     assert built == list(split.numbers(number)), f"Megatron built layers {built} as chunk {number} of {split}"
     return chunk

@@ -35,9 +35,9 @@ class ModelChunk(GPTModel):
             packed_seq_params: beginnings of the segments of a packed micro-batch.
             task: for the last stage's log-prob head; a critic's head and the other stages take
                 none.
-            router_pass: the routers' part in the micro-batch; ignored without `router_replay`.
-            is_token: [B, S] bool, false in the padding; given, this pass counts the load of
-                experts.
+            router_pass: the routers' task in the micro-batch; ignored without `router_replay`.
+            is_token: [B, S] bool, false in the padding; if given, this pass counts the load
+                of experts.
 
         Returns:
             The head's answer; before the last stage, the hidden states [S (/ tp), B, H] for the

@@ -67,7 +67,7 @@ class FilePlan:
     def index_json(self, num_bytes: int) -> str | None:
         """Return the index as transformers writes it; None without one.
 
-        num_bytes: really written.
+        num_bytes: of all tensors, really written.
         """
         if self.index is None:
             return None

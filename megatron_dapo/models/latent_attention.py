@@ -131,7 +131,7 @@ def suits_transformer_engine(latent: LatentAttention) -> bool:
 
 
 def put_latent_attention(layer: ModuleSpec, latent: LatentAttention, rotary: Rotary | None) -> None:
-    """Replace a layer's attention, with its products separate from the norm before it.
+    """Replace a layer's attention; the norm before it must be separate from its products.
 
     rotary: of our core attention; None if Megatron rotates and Transformer Engine attends.
     """

@@ -217,7 +217,7 @@ class LogProbHead(torch.nn.Module):
         return Head(weight, self._linear[0].tp_group, self._vocab_size, task.temperature)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the same as Megatron's own output layer: the name in a checkpoint is its."""
+        """Return the same as Megatron's own output layer, under its name in a checkpoint."""
         return self._linear[0].sharded_state_dict(prefix, sharded_offsets, metadata)
 
 

@@ -23,7 +23,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, eq=False)
 class RouterPass:
-    """The part of this rank's routers in one micro-batch."""
+    """The task of this rank's routers in one micro-batch."""
 
     experts: Tensor
     """[rows, layers, experts per token] int16.

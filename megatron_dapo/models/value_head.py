@@ -34,8 +34,8 @@ class ValueHead(torch.nn.Module):
         """Return the values [B, S] float32 of hidden [S (/ tp with sequence parallelism), B, H]."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
         if self.sequence_parallel:
-            # every rank computes the whole loss: each takes back its own positions' gradient, no
-            # sum
+            # every rank computes the whole loss: each takes back its own positions' gradient,
+            # without a sum
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self._group)
         return values[..., 0].t().contiguous()
 

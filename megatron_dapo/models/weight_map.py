@@ -3,8 +3,8 @@
 Only these entries load a checkpoint, export one and send weights to the servers.
 
 A row gives the axis along which tensor-parallel ranks hold slices of the Hugging Face tensors. For
-an expert, these are the expert-tensor-parallel ranks. Its transform joins a rank's slices into the
-Megatron shard, and splits the shard again.
+an expert, these are the expert-tensor-parallel ranks; other expert-parallel ranks do not have the
+expert. A row's transform joins a rank's slices into the Megatron shard, and splits the shard again.
 """
 
 import re
@@ -60,7 +60,7 @@ def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
 def _halves(spec: ModelSpec) -> list[int]:
     """Return the places in a checkpoint of a head's rows in Megatron's order.
 
-    There rotated pairs are neighbours.
+    In the checkpoint, rotated pairs are neighbours.
     """
     return [*_rotated_order(spec), *range(spec.rotary_dim, spec.head_dim)]
 

@@ -37,8 +37,8 @@ class WeightSource:
 
     Values of a model with adapters are the weights made from frozen weights and adapters.
 
-    value: of a parameter, of its shape, to gather in its place (its gradient). entries: to gather,
-    instead of the model's weights.
+    value: returns a tensor of a parameter's shape to gather in its place, such as its gradient.
+    entries: to gather instead of the model's weights.
     """
 
     def __init__(

@@ -75,8 +75,8 @@ def prepare_megatron() -> None:
     # megatron.core warns once per absent CUDA extension (Transformer Engine, apex ...): none can
     # exist here
     warnings.filterwarnings("ignore", module=r"megatron\.core\..*")
-    # its import of this module logs in every process: a CUDA build of torch and a toolkit, but no
-    # GPU
+    # megatron.core imports this module, which logs in every process: a CUDA build of torch and a
+    # toolkit, but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     from megatron_dapo.platform import megatron_cpu
 

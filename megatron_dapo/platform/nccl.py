@@ -13,8 +13,10 @@ _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def prepare() -> None:
-    """Set the environment variables of NCCL and torch, before the process's first use of NCCL. The
-    user's own settings stay."""
+    """Set the environment variables of NCCL and torch. The user's own settings stay.
+
+    Must run before the process's first use of NCCL, which reads its settings once.
+    """
     # the last one exists before other threads read the environment, so that `without_watchdog` only
     # changes it
     for name, value in (ENVIRONMENT | {_BLOCKING_WAIT: "0"}).items():

@@ -20,8 +20,8 @@ from megatron_dapo.platform.device import collective_backend, device, is_gpu, pr
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes, ranks and process groups of tensor (tp), pipeline (pp), context (cp) and data (dp)
-    parallelism. x etp ranks has the same experts."""
+    """Sizes, ranks and process groups of tensor (tp), pipeline (pp), context (cp), data (dp) and
+    expert (ep, etp) parallelism."""
 
     rank: int
     world_size: int
@@ -49,7 +49,7 @@ class ParallelLayout:
     """This rank's group among `replicas`, over gloo."""
     ep: int = 1
     """Expert parallelism: ep groups of etp ranks side by side have all experts. Each of the stage's
-    expert_dp parts of ep"""
+    expert_dp parts, of ep x etp ranks, has the same experts."""
     ep_group: dist.ProcessGroup | None = None
     etp: int = 1
     """Expert tensor parallelism: an expert is cut over etp neighboring ranks of a stage's tp x cp x

@@ -37,12 +37,12 @@ PUBLISH_INTERVAL_S = 1.0
 _CHECK_INTERVAL_S = 0.25
 _ANSWERS_S = 6.0  # for every rank to notice an alarm
 _WRITING_S = 20.0  # for the stacks, from the alarm on
-_CLOSING_S = 4.0  # time for every rank to report its position
+_CLOSING_S = 4.0  # after that, for every rank to report its end
 _RECORD_S = 2.0  # then for the record of this process's end
 _LAST_RESORT_S = 60.0  # the process ends by then in any case
 _STORE_TIMEOUT_S = 60.0
-# limit of a step of the checking thread's clock: time in which the whole process was stopped does
-# not count
+# limit of a step of the checking thread's clock: a longer time in which the whole process was
+# stopped counts for no more
 _LONGEST_STEP_S = 2.0
 _SHOWN_RANKS = 8
 _COLLECTIVES = (
@@ -120,8 +120,8 @@ class RankStatus:
 def missing(places: Mapping[int, RankStatus], silent: set[int]) -> list[int]:
     """Return the ranks for which the others wait: the ranks that do not answer, if any.
 
-    Else they are of the ranks in the earliest phase: the ones outside a collective, or else with
-    the fewest beats. Nobody if all are alike.
+    Else they are in the earliest phase, outside a collective if any such rank is, and have the
+    fewest beats there. Nobody if all are alike.
 
     Args:
         places: of the ranks that answer.
@@ -159,7 +159,7 @@ def _some(texts: list[str]) -> str:
 
 
 class _Clock:
-    """Seconds since a value changed, without time in which the process was stopped."""
+    """Seconds since a value changed; a stop of the process counts at most _LONGEST_STEP_S."""
 
     def __init__(self) -> None:
         self._now = 0.0

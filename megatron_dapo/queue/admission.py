@@ -14,7 +14,9 @@ _NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs an
 def paced(
     *, num_steps: int, size: int, num_ready: int, num_open: int, version: int, max_staleness: int, total_steps: int
 ) -> bool:
-    """Return whether one more prompt may be drawn: no token gets older than max_staleness versions.
+    """Return whether one more prompt may be drawn.
+
+    With this rule no token gets older than max_staleness versions:
 
         num_steps * size + num_ready + num_open
             < min(version + 1 + max_staleness, total_steps) * size

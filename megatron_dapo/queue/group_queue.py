@@ -124,7 +124,7 @@ class GroupQueue:
     def acceptance(self) -> float:
         """Return the share of groups with signal in the last few steps.
 
-        Before the first decision: the share for one gen batch to fill a step.
+        Before the first decision: the share with which one gen batch fills a step.
         """
         num_kept, num_decided = self._num_recent
         first = min(self.limits.train_batch_size / self.limits.gen_batch_size, 1.0)
@@ -292,7 +292,7 @@ class GroupQueue:
     def _step_of_decisions(self) -> RolloutStep:
         """Return the step of the batch being filled; it counts the next decision.
 
-        With `max_staleness` 0 it is the current step, at any surplus of its wave.
+        With `max_staleness` 0 it is the current step, also for the surplus of its wave.
         """
         index = len(self._batches) if self.limits.max_staleness else 0
         while len(self._steps) <= index:
@@ -392,7 +392,7 @@ class GroupQueue:
 
     @property
     def _num_places_taken(self) -> int:
-        """Return the most places in steps for the ready groups.
+        """Return the largest number of places in steps that the ready groups may take.
 
         A batch that may be handed out short takes `train_batch_size`. Without further signal the
         batch being filled ends after its remaining draws, each of them such a place. So no short
@@ -413,7 +413,7 @@ class GroupQueue:
     def _is_fresh(self, group: Group) -> bool:
         """Return whether the step may train on the group.
 
-        Its draw mostly tells, without its tokens.
+        The version at its draw mostly decides, without a look at its tokens.
         """
         oldest = self._weight_version - self.limits.max_staleness
         return group.version >= oldest or staleness(group, self._weight_version) <= self.limits.max_staleness

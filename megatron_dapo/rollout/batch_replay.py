@@ -31,8 +31,8 @@ class BatchReplay(NoServerRollout):
     def next_batch(self, step: int, weight_version: int, is_to_stop: Callable[[], bool] = never) -> RolloutBatch:
         """Return the step's groups and metrics as they were dumped.
 
-        Tokens keep the versions of their writers' weights. Raises UserError for a missing, damaged
-        or impossible batch.
+        Tokens keep the versions of the weights that wrote them. Raises UserError for a missing,
+        damaged or impossible batch.
         """
         batch = read_batch(self._folder, step)
         self._check(batch, step)

@@ -1,4 +1,4 @@
-"""The source of a run's batches, as the trainer sees it on rank 0, and the base without servers."""
+"""The source of a run's batches, as rank 0 of the trainer sees it; and a base without servers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -39,7 +39,7 @@ class BatchSource(Protocol):
         """Continue from a saved state."""
 
     def dump_stacks(self) -> None:
-        """Write its process's present work to a log; return at once."""
+        """Have its process write its stacks to a log; return at once."""
 
     def close(self) -> None:
         """Release everything. Idempotent."""

@@ -33,7 +33,7 @@ from megatron_dapo.storage.server_key import given_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
-PROBE_INTERVAL_S = 1.0  # between two looks at a dead server
+PROBE_INTERVAL_S = 1.0  # between two looks at a server
 
 
 def load_train_prompts(config: Config, tokenizer: Tokenizer, max_rows: int | None = None) -> PromptDataset:

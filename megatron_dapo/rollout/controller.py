@@ -155,7 +155,7 @@ class Controller:
         return batch
 
     def _metrics(self, result: RolloutStep, weight_version: int) -> dict[str, float]:
-        """Return the step's metrics, counted anew from now on."""
+        """Return the step's metrics; counting begins anew."""
         counts = self._sampler.counts
         metrics = step_metrics(result, weight_version, counts.pop("retries", 0), self._sampling.take())
         metrics |= {
@@ -185,7 +185,7 @@ class Controller:
             self._validation.begin(step, weight_version, partial(self._evaluation_overdue, step))
 
     async def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
-        """Return the metrics of the held-out prompts, answered by weight_version; {} without any.
+        """Return the metrics of the held-out prompts; {} without any. Only this version answers.
 
         Waits for the evaluation of `begin_evaluation`, or begins it. Raises NeedsSync,
         RolloutError, UserError.

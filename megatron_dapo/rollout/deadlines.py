@@ -23,9 +23,10 @@ async def until_set(event: asyncio.Event, work: Coroutine, message: str) -> None
 
 
 async def within(timeout_s: float, work: Coroutine, describe: Callable[[], str]) -> Any:
-    """Await the work and return its result, or cancel it and raise RolloutError(describe()).
+    """Await the work and return its result.
 
-    describe sees the state at the deadline.
+    At the deadline cancel it and raise RolloutError(describe()). describe sees the state before
+    the cancelling.
     """
     task = asyncio.create_task(work)
     try:

@@ -1,4 +1,4 @@
-"""Evaluation: answers per prompt as records, scored by the raw reward, and their metrics."""
+"""Evaluation: several answers per prompt as records, with the raw reward, and their metrics."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ async def sample_answers(
         step: rollout steps that the weights have learned from; each step's answers have seeds of
             their own.
         on_answer: called with each answer as soon as it is scored, and the prompt as a group.
-        done: the records of present answers; their verdicts count too.
+        done: the records of the answers so far; their verdicts count too.
         on_lost_weights: called before a new try if no server has the weights; without it NeedsSync
             is raised.
 

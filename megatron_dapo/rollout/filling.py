@@ -1,4 +1,7 @@
-"""Fills the queue: draws prompts as admission allows and samples their groups, also in training."""
+"""Fills the queue: draws prompts as admission allows, and samples their groups.
+
+With `max_staleness` above 0 it goes on while the trainer trains.
+"""
 
 import asyncio
 import logging
@@ -138,7 +141,7 @@ class Filling:
             log.warning("%d groups are not waited for any more: they do not end within %g s", num_late, _ABORT_S)
 
     def take_held_s(self) -> float:
-        """Return the seconds since the last call with free slots idle only by `max_staleness`."""
+        """Return the seconds of slots kept idle only by `max_staleness`, since the last call."""
         return self._held.take()
 
     def _check_servers(self) -> None:

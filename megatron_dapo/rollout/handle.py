@@ -223,7 +223,7 @@ def _main(config: Config, connection: Connection, log_file: str) -> None:
     # they reach the whole terminal, or job step; the trainer decides, and closes the pipe when it
     # is done with us
     ignore_signals([signal.SIGINT])
-    # not ignored by the children of reward functions
+    # received, not ignored: the children of reward functions would inherit ignored signals
     SignalReceiver((signal.SIGTERM, signal.SIGUSR1)).install()
     output = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, sys.stdout.fileno())

@@ -29,9 +29,9 @@ _LOOK_S = 0.2  # between two looks for a server with the weights
 class Validation:
     """The answers to the held-out prompts: `begin` asks for them, `end` waits for them.
 
-    In between training's requests go on, at the same servers. Without a server with the weights it
-    waits for a push as long as nobody waits for it. Then `end` raises NeedsSync, and goes on at its
-    next call.
+    In between training's requests go on, at the same servers. If no server has the weights, it
+    waits for a push until `end` is called. `end` then raises NeedsSync, and goes on at its next
+    call.
     """
 
     def __init__(

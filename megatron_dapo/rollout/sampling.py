@@ -78,8 +78,8 @@ class Sampler:
             multi_turn: plays responses with an environment; without it they have one turn each.
             greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the
                 group's baseline.
-            exact: accept only tokens of the weight version expected by the server pool. Else also
-                later ones than the group's draw: a response may go on while weights are pushed.
+            exact: accept only tokens of the weight version expected by the server pool. Else accept
+                every version since the group's draw: a response may go on while weights are pushed.
             scorers: of responses, beside the rewards.
             routers: of the model, if samples need the experts chosen by the servers.
             seed: of the run; each request's seed derives from it, the group, the response and the
@@ -113,7 +113,7 @@ class Sampler:
     ) -> Group:
         """Return the group with the responses 0 to n - 1, by number.
 
-        Its own responses stay; new ones may go on with partial ones.
+        The group's responses stay; new ones may go on with partial ones.
 
         Args:
             group: as drawn, with its finished and replayed responses.
@@ -280,7 +280,7 @@ class Sampler:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
     def _fault(self, generation: Generation) -> str | None:
-        """Return the reason to refuse an answer, at any weight version; None for a sound one.
+        """Return the reason to refuse an answer regardless of its version; None for a sound one.
 
         An answer with impossible numbers counts as a failed request: it is sent to another server,
         since a server's health checks say nothing of it.

@@ -37,7 +37,7 @@ def _mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:
 
 
 def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return the weight versions between new tokens and the step; an environment's do not count."""
+    """Return the ages of new tokens in weight versions; an environment's tokens do not count."""
     total = 0
     number = 0
     oldest = weight_version

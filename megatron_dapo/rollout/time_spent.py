@@ -1,4 +1,4 @@
-"""Stopwatches for conditions: the seconds of a condition's truth."""
+"""Stopwatches for conditions: the seconds during which a condition held."""
 
 import time
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class TimeSpent:
         return self._since is not None or self._seconds > 0
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
+        """Return the seconds that it was on since the last call."""
         self.switch(self._since is not None)
         seconds = self._seconds
         self._seconds = 0.0

@@ -9,8 +9,8 @@ from megatron_dapo.data.samples import Sample
 HIGHEST_LOG_PROB = 2.0**-10
 """x - logsumexp(x) is 0 or below but for rounding.
 
-The sum is rounded by at most 2^-11 below 2^13, far above float32 logits, and the difference of two
-such neighbours is exact.
+Logits are far below 2^13 in size; there a float32 logsumexp is rounded by at most 2^-11. The
+difference of two such neighbours is exact.
 """
 LOWEST_LOG_PROB = -160.0 * math.log(2.0)
 """-110.9. A token is drawn by its float32 probability; the smallest above 0 is 2^-149.

@@ -86,7 +86,7 @@ class Trajectory:
     # of prompt and response but the last token, if asked of the servers (`data.routed_experts`)
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
     num_turns: int = 0  # of the model
-    servers: list[str] = field(default_factory=list)  # URLs of its turns' writers
+    servers: list[str] = field(default_factory=list)  # URLs of the servers that wrote its turns
     # "stop": by itself; "length", "turns", "time": by a limit; "environment": by its failure
     finish_reason: str = "stop"
     # of the environment; without it the reward function scores the response

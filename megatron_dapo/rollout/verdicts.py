@@ -79,7 +79,7 @@ class VerdictCheck:
         )
 
     def _scorers(self) -> str:
-        """Return the keys of the givers of verdicts."""
+        """Return the config keys, with values, of the sources of verdicts."""
         if self._failures["environment"] == self._failures.total():
             return "actor_rollout_ref.rollout.multi_turn.environment"
         reward = self._reward

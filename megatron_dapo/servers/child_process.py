@@ -1,4 +1,7 @@
-"""A long-running program started by us: own session, own log file, an end without descendants."""
+"""A long-running program started by us, with its own session and log file.
+
+Its end leaves no descendants.
+"""
 
 import logging
 import os
@@ -19,7 +22,7 @@ log = logging.getLogger(__name__)
 LOG_TAIL_LINES = 15
 TAIL_PREFIX = "  | "
 _DEATH_S = 5.0
-"""Time for a killed process to die: it needs a core for a moment, and the kernel's release."""
+"""Time for a killed process to die: it needs a core for a moment, and the kernel must free it."""
 
 
 class ChildProcess:
@@ -100,7 +103,7 @@ class ChildProcess:
         """Send SIGTERM, and after grace_s SIGKILL to the rest of it and its descendants.
 
         Return the exit code once they are dead, or `_DEATH_S` later: their ports and GPU memory are
-        free then for the next.
+        free then for the next program.
         """
         self.terminate()
         if self.wait(grace_s) is None:

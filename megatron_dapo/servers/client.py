@@ -80,8 +80,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 = off
     stop_token_ids: tuple[int, ...] = ()
-    # in [-2^63, 2^63); read only by servers with deterministic inference, which otherwise take 42
-    # for all requests
+    # in [-2^63, 2^63); read only by servers with deterministic inference: they take 42 for all
+    # requests without a seed
     sampling_seed: int = 0
 
 
@@ -161,7 +161,8 @@ class SGLangClient:
     ) -> Generation:
         """Return one response to a prompt of token ids.
 
-        request_id: for `abort`. All need one length: SGLang takes an id for the beginning of ids.
+        request_id: for `abort`. All ids need one length, since SGLang also ends requests with ids
+            that only begin with the given one.
         cache_salt: only requests of the same salt share the cache of a common beginning.
         """
         request = {
@@ -232,12 +233,13 @@ class SGLangClient:
         """Have the server generate a token; raise ServerError without one.
 
         Not for a paused server: without an answer SGLang calls a server ill, and well again only
-        after one.
+        after an answer.
         """
         await self._request("GET", HealthCheck.GENERATES, None, timeout_s)
 
     async def wait_healthy(self, timeout_s: float) -> None:
-        """Ask until the server is healthy; raise ServerError with the last answer if it is late."""
+        """Ask until the server is healthy; at the deadline raise ServerError with its
+        last answer."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -268,7 +270,7 @@ class SGLangClient:
             raise ServerError(self.url, _LOADS, 200, f"{error!r} in {json.dumps(answer)}") from error
 
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:
-        """Return the version of the server's present weights; FOREIGN_VERSION for foreign ones."""
+        """Return the version of the server's weights; FOREIGN_VERSION if we did not push them."""
         info = await self._request("GET", "/model_info", None, timeout_s)
         if not isinstance(info, dict) or "weight_version" not in info:
             raise ServerError(self.url, "/model_info", 200, f"no weight_version: {info}")
@@ -283,7 +285,7 @@ class SGLangClient:
 
         mode:
           retract: running requests go on after `continue_`, their caches recomputed with the
-              weights of then.
+              weights of that time.
           in_place: caches stay.
           abort: running requests end with their present tokens.
         """
@@ -428,7 +430,7 @@ class SGLangClient:
 
 
 def _as_json(fields: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a request with the fields; arrays among them become no lists."""
+    """Return the arguments of a request with the fields; arrays need no conversion to lists."""
     if fields is None:
         return {}
     body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)

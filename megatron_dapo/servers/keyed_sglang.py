@@ -27,7 +27,7 @@ SERVED_MODELS = "megatron_dapo.servers.served_models"
 
 
 class KeyGuard:
-    """ASGI middleware: every request without the key gets 401."""
+    """ASGI middleware: a request without the key gets 401; a websocket without it is closed."""
 
     def __init__(self, app: App, key: str) -> None:
         self._app = app
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _check_reach(settings: Any) -> None:
-    """Raise UserError for arguments with an own key, or a listener outside our middleware."""
+    """Raise UserError for arguments with a key of their own, or a listener outside our guard."""
     wrong = {
         "--api-key": settings.api_key,
         "--admin-api-key": settings.admin_api_key,

@@ -30,8 +30,8 @@ class RequestPipeline:
 
     A server answers the requests of a connection in order, and begins with one only after the
     answer before it: a POST may change the state found by the next one. On two connections the
-    later request can overtake the earlier one. uvicorn, SGLang's base, and aiohttp keep the next
-    requests unread until then.
+    later request can overtake the earlier one. uvicorn, on which SGLang runs, and aiohttp keep the
+    next requests unread until then.
 
     The connection lasts as long as an answer is awaited. So no request meets an idle one closed by
     the server.
@@ -49,11 +49,11 @@ class RequestPipeline:
         """Send a JSON document and return the answer. Requests go out in the order of the calls.
 
         A cancelled call ends the connection, and with it the calls under way. The server takes up
-        no request not begun yet, unless its answer to the one before is on the way already. If no
-        connection can be made, the calls waiting for it fail too.
+        none of the requests not begun yet, unless its answer to the one before is on the way
+        already. If no connection can be made, the calls waiting for it fail too.
 
         Raises OSError if there is no connection or it ends early, and h11.RemoteProtocolError for
-        an answer outside HTTP.
+        an answer without the form of HTTP.
         """
         num_failed = self._num_failed_connections
         async with self._turn:
@@ -104,7 +104,7 @@ class _Exchange:
     body: bytearray = field(default_factory=bytearray)
 
     def receive(self, data: bytes) -> bytes | None:
-        """Take in bytes of the answer; return those after its end, None before it."""
+        """Take in bytes of the answer; return those after its end, None if it is incomplete."""
         self.parser.receive_data(data)
         while True:
             event = self.parser.next_event()
@@ -152,7 +152,7 @@ class _Connection(asyncio.Protocol):
             return
         self.has_ended = True
         if (sock := self._transport.get_extra_info("socket")) is not None:
-            # a reset and not an orderly end, unseen by a server at work on a request
+            # a reset: a server at work on a request does not see an orderly end
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
         self._transport.abort()
 

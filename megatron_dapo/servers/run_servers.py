@@ -84,7 +84,7 @@ class RunServers:
         return [pid for servers in self._all for pid in servers.pids()]
 
     def overrides(self) -> list[str]:
-        """Return config overrides with the names of these servers."""
+        """Return config overrides with these servers' URLs and key files."""
         named = self._rollout.overrides() if self._rollout else []
         if self._reward_model is not None:
             [url] = self._reward_model.urls

@@ -18,7 +18,7 @@ class Request:
 
 
 @dataclass
-class Server:  # One server as the controller knows it.
+class Server:
     """One server as the controller knows it."""
 
     client: SGLangClient
@@ -76,7 +76,7 @@ class Server:  # One server as the controller knows it.
     def drop_requests(self, writes: int | None = None) -> None:
         """End all requests with a ServerError.
 
-        writes: end only requests closed to this weight version.
+        writes: end only requests that accept no tokens of this weight version.
         """
         for request in self._requests.values():
             if writes is None or writes < request.oldest_allowed:

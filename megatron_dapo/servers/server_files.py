@@ -1,4 +1,4 @@
-"""Removes the files of an SGLang server outside the run folder: it removes nothing at its end.
+"""Removes the files of an SGLang server outside the run folder: the server leaves them.
 
 Its sockets (`tmp01234567` in TMPDIR) get a folder of their own. Its shared memory
 (/dev/shm/sglang_loads_*) has a random name known only to its processes. It is looked up among their

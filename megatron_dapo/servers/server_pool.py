@@ -19,7 +19,7 @@ from megatron_dapo.servers.server_list import ServerList
 log = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 10.0
-_MISSES = 3  # Health checks in a row that a server at work may miss: a busy one is not lost.
+_MISSES = 3
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
 
 PAUSE_S = 30.0
@@ -33,9 +33,9 @@ _ABORT_CALL_S = 0.5
 class ServerPool:
     """The servers of the run, of changing number, with their states (`server_health.py`).
 
-    Only current servers get requests. A stale one finishes the requests open to its version. A
-    paused server with the right weights is told to continue: by `expect` at once, with requests
-    once no push takes that long.
+    Only current servers get requests. A server in the state BEHIND finishes the requests that still
+    accept its version. A paused server with the right weights is told to continue: by `expect` at
+    once, with requests once no push takes that long.
 
     All servers are watched, also at work: requests at a lost one end at once with a ServerError. A
     server no longer listed finishes its requests, and is watched until then.
@@ -121,7 +121,7 @@ class ServerPool:
     async def expect(self, version: int) -> None:
         """Send requests only to servers with this weight version from now on.
 
-        Ask every server for its own.
+        Ask every server for its own, except ill ones.
 
         Requests in flight go on.
         """
@@ -209,7 +209,7 @@ class ServerPool:
         avoid: servers to take only if no other is free.
         prefer: the server with the text's prefix in its cache; else the least loaded.
 
-        Raises NeedsSync if all answering servers are stale, RolloutError if all have been down for
+        Raises NeedsSync if all answering servers are behind, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
         """
         self._num_waiting += 1
@@ -281,7 +281,10 @@ class ServerPool:
             raise failure
 
     def _wake(self, num_waiters: int | None = None) -> None:
-        """Let all or the longest waiting requests look again, and all waiters for a change."""
+        """Let the requests that waited longest look again, and wake all waiters for a change.
+
+        num_waiters: number of these requests; None = all.
+        """
         self._slots_changed.set()
         self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:

@@ -46,7 +46,8 @@ class ServerWatch:
     """A thread that asks one server for its health every few seconds, until `stop`.
 
     The scheduler answers `/server_info`. The work of scheduler and detokenizer answers
-    `/health_generate`, asked only of a server without a pause. Neither disturbs a server at work.
+    `/health_generate`, never asked of a paused server: it generates nothing. Neither disturbs a
+    server at work.
 
     A note of `report_unresponsive` makes the server suspect: its limit is SUSPECT_LIMIT_S until it
     is seen to work. A paused server stays suspect: it may answer while its GPUs wait for a dead
@@ -60,7 +61,7 @@ class ServerWatch:
 
         Args:
             status_of: (check, seconds) -> status of the answer; None without one.
-            silent_limit_s: longest silence of the scheduler of a server beyond suspicion.
+            silent_limit_s: longest silence of an unsuspected server's scheduler, in seconds.
             note: file of `report_unresponsive` about this server.
         """
         self._status_of = status_of

@@ -178,7 +178,7 @@ class ServerSupervisor:
         ]
 
     def overrides(self) -> list[str]:
-        """Return overrides for a trainer's config with the names of these servers."""
+        """Return overrides for a trainer's config with these servers' URLs and key file."""
         keys = {"server_urls": self.urls, "server_api_key_file": str(self.key_file)}
         return [f"actor_rollout_ref.rollout.{key}={json.dumps(value)}" for key, value in keys.items()]
 
@@ -283,7 +283,7 @@ class ServerSupervisor:
             return
         server.num_restarts += 1
         server.num_failed_starts = 0 if server.state is StartState.WORKING else server.num_failed_starts + 1
-        # 0, 1, 3, 7, ...
+        # 0, 1, 3, 7, ... seconds
         delay_s = min(2.0 ** max(0, server.num_failed_starts - 1) - 1.0, MAX_BACKOFF_S)
         log.error(
             "%s at %s %s; restart %d of %d%s",
@@ -311,7 +311,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     """
     from megatron_dapo.platform import nccl
 
-    # imports torch, avoided by the controller
+    # not at the top: it imports torch, and the controller works without torch
     from megatron_dapo.platform.device import is_gpu, model_dtype
 
     rollout = config.actor_rollout_ref.rollout
@@ -335,7 +335,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         # else a GPU server keeps the shared expert as one more of the others, under names outside
         # the comparison
         arguments.append("--disable-shared-experts-fusion")
-    # such weights are only the trainer's; its first push comes before the first sample
+    # only the trainer reads such weights; its first push comes before the first sample
     if model.megatron:
         arguments += ("--load-format", "dummy")
     if is_gpu():

@@ -3,4 +3,4 @@ share of a step."""
 
 from megatron_dapo.platform.device import prepare_megatron
 
-prepare_megatron()  # must come before the imports of megatron.core below
+prepare_megatron()  # must run before a module of this package imports megatron.core

@@ -54,7 +54,7 @@ class ExpertCut:
         rows = np.full(shape, UNKNOWN, dtype=np.int16)
         start = 0
         for sample, width in zip(samples, batch.widths, strict=False):
-            # padding is one segment more
+            # not strict: padding is one segment more
             end = start + sample.length - 1
             if not self.from_servers:
                 rows[start:end] = 0

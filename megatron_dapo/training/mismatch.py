@@ -36,8 +36,8 @@ def _checked(batch: MicroBatch, weight_version: int, with_stale: bool) -> Tensor
     """Return the mask of tokens for `max_mismatch`: the `compared` ones, and with_stale older
     weights' too.
 
-    If rollouts run ahead, few responses are by the newest weights only; another model's would pass
-    unseen.
+    If rollouts run ahead, hardly any response is by the newest weights. Without older weights'
+    tokens, responses of another model would pass unseen.
     """
     counts = compared(batch, weight_version)
     return counts | stale(batch, weight_version) if with_stale else counts
@@ -100,9 +100,11 @@ def mean_over_ranks(sums: Tensor | None, layout: ParallelLayout, device: torch.d
 
 
 def all_mismatch_sums(batch: MicroBatch, log_probs: Tensor, weight_version: int) -> Sums:
-    """Return the metric sums that are checked beside older weights' tokens: the mean of |trainer's
-    - server's log-prob| over all counted tokens of this rollout. log_probs: the current ones, [B,
-    S] like the batch's."""
+    """Return the metric sums checked if older weights wrote tokens, too.
+
+    They give the mean of |trainer's - server's log-prob| over all counted tokens of this rollout.
+    log_probs: the current ones, [B, S] like the batch's.
+    """
     counts = _checked(batch, weight_version, with_stale=True)
     return {MEAN_MISMATCH_ALL: token_mean(_differences(batch, log_probs, counts), counts)}
 

@@ -149,9 +149,9 @@ def make_training_state(
 def _state_options(megatron: MegatronConfig, model: ModelParts) -> dict[str, Any]:
     """Return options for the state of Megatron's optimizer: host memory, or half precision.
 
-    Both are paths of its precision-aware optimizer, which needs Transformer Engine's. Without that
-    an offloaded parameter would keep its float32 weight on the GPU as well. The remainders of
-    weights, 2 bytes in place of 4, are not used: a checkpoint has float32.
+    Both are paths of its precision-aware optimizer, which needs Transformer Engine's optimizer.
+    Without that an offloaded parameter would keep its float32 weight on the GPU as well. The
+    remainders of weights, 2 bytes in place of 4, are not used: a checkpoint has float32.
     """
     keys = state_keys(megatron)
     if not keys:

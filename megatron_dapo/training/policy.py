@@ -234,7 +234,7 @@ class Policy:
 
 
 def corrected(batch: MicroBatch, correction: RolloutCorrection) -> MicroBatch:
-    """Return a micro-batch with old log-probs with its tokens' correction factors.
+    """Return the micro-batch with its tokens' correction factors; it needs old log-probs.
 
     A micro-batch has whole sequences, so this needs no other rank.
     """

@@ -163,9 +163,9 @@ def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> PackedSeqPa
     """Return Megatron's description of the packing; None for a padded rectangle.
 
     Args:
-        is_cut: over context-parallel ranks. Transformer Engine then also needs the lengths of whole
-            segments with padding. They are equal, since no token attends to the padding on its
-            right.
+        is_cut: over context-parallel ranks. The lengths are of whole segments then, too.
+            Transformer Engine also asks for lengths with padding. They are equal, since no token
+            attends to the padding on its right.
     """
     if batch.cu_seqlens is None:
         return None

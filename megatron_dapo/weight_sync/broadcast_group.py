@@ -134,7 +134,7 @@ class BroadcastGroup:
 
         Pending rendezvous end, for servers too. A running broadcast is aborted (NCCL) or ends by
         its time-out (gloo); then the connections close, which frees servers that wait for the rest.
-        Futures of later broadcasts are cancelled.
+        Queued broadcasts are not begun: their futures are cancelled.
         """
         self._rendezvous = None
         with suppress(queue.Empty):
@@ -180,5 +180,5 @@ class BroadcastGroup:
 def _abort(backend: _Backend) -> None:
     try:
         backend.abort()
-    except Exception as error:  # in the background
+    except Exception as error:  # nobody waits for this thread
         log.info("weight sync: a group of NCCL did not end in order: %s", error)

@@ -90,9 +90,9 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_byt
     """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a
     single larger tensor.
 
-    Tensors of at most flat_tensor_bytes share flat buckets, with wide dtypes first. The server cuts
-    the buffer at offsets that must be multiples of the item size. Otherwise the order is that of
-    specs. Linked tensors (`TensorSpec.with_previous`), which have one dtype, count as one.
+    Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, since the
+    server cuts the buffer at multiples of the item size. Otherwise the order is that of specs.
+    Linked tensors (`TensorSpec.with_previous`), which have one dtype, count as one.
     """
     flat_limit = min(flat_tensor_bytes, bucket_bytes)
     units = _units(specs)

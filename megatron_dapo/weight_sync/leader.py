@@ -31,8 +31,8 @@ after sending took all the time. Three of these, or one and the probe, end at th
 CLEANUP_SHARE."""
 
 ENTER_S = 20.0
-"""Who has not paused and opened a session by then is left out of a push. At most a quarter of the
-deadline."""
+"""Seconds for a server to pause and open a session, else a push leaves it out. At most a quarter of
+the deadline."""
 
 MIN_REPEAT_S = 1.0
 """A push that has less time left is not repeated."""
@@ -42,7 +42,7 @@ class ServerLeader:
     """The servers as rank 0 leads them; other ranks have an unused one.
 
     Args:
-        urls: of the current servers.
+        urls: returns the URLs of the current servers.
         reserve_s: the end of the deadline, kept for failures.
         report_unresponsive: called with the servers left out (URL -> why). They may be stuck for
             long, over NCCL as members of a dead server's group.

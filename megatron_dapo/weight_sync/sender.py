@@ -113,7 +113,7 @@ class Sender:
         self.settle(Transfer(f"join (stage {self._stage})", calls, group.ready), deadline)
 
     def leave(self, living: Container[str]) -> None:
-        """Give the group up, if there is one; its living servers forget it later."""
+        """Give the group up, if there is one; have its living servers destroy it."""
         if self._group is None:
             return
         group = self._group
@@ -192,7 +192,8 @@ class Sender:
     def settle(self, transfer: Transfer, deadline: Deadline) -> None:
         """Wait until every server has answered and the collective is through.
 
-        Raises WeightSyncError naming the servers that are dead, refused or did not answer in time.
+        Raises WeightSyncError naming the dead servers; if none is dead, the refusing ones; if none
+        refused, those without an answer in time.
         """
         pending = wait(transfer.futures, timeout=deadline.left(), return_when=FIRST_EXCEPTION).not_done
         if not pending and all(future.exception() is None for future in transfer.futures):

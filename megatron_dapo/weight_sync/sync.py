@@ -310,6 +310,6 @@ def _seconds(watch: Stopwatch, totals: Sequence[StageTotals]) -> dict[str, float
 
 def _time_for_attempt(push: _Push, members: dict[str, ServerMember]) -> Deadline:
     """Return an attempt's deadline: half of the time left if there are other servers for a second
-    attempt."""
+    attempt, in case one freezes."""
     left = push.deadline.left()
     return Deadline(left / 2 if len(members) > 1 else left)

@@ -7,4 +7,4 @@ by the ranks reflect tensor, pipeline and data parallelism; no padding is stored
 
 from megatron_dapo.platform.device import prepare_megatron
 
-prepare_megatron()  # must come before the imports of megatron.core below
+prepare_megatron()  # must run before a module of this package imports megatron.core

@@ -51,7 +51,7 @@ class LoadReport:
     not_restored: tuple[str, ...]
     """Sentences."""
     written_with: dict[str, int]
-    """Sizes of the layout that wrote the checkpoint: tp, pp, vpp, dp, ep, cp, world_size."""
+    """Sizes of the layout that wrote the checkpoint; see `saving.written_with`."""
 
 
 def load(

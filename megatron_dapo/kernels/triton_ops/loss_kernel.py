@@ -8,8 +8,8 @@ padding goes nowhere. NaN in a counted token shows in the loss, and in its sums 
 
 exp(x) - 1 - x in k3 is a difference of nearly equal numbers. For |x| < 1/2 its Taylor series is
 summed, which keeps the digits of float32 down to the smallest x. Numbers of the config are
-arguments, not constants of the compilation. Only the terms of the loss (the constexpr arguments,
-and the tensors that are None) compile anew.
+arguments, not constants of the compilation. Only another set of terms in the loss compiles
+anew: other constexpr arguments, or other tensors that are None.
 """
 
 import torch

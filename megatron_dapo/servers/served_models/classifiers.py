@@ -1,7 +1,7 @@
-"""Reward models of the families of docs/models.md, in SGLang's classes, with their own heads.
+"""Reward models of the families of docs/models.md: SGLang's classes, their checkpoints' heads.
 
 SGLang 0.5.23 gives the heads of Qwen2 and Qwen3 a bias, and Llama's none. Hugging Face's sequence
-classifiers have none, so a bias would keep its first value and shift all scores. A critic of ours
+classifiers have none, so a bias would keep its initial value and shift all scores. A critic of ours
 has one. Here it is 0 until a checkpoint brings another.
 """
 

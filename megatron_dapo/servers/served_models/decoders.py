@@ -12,7 +12,7 @@ from megatron_dapo.huggingface.model_families import FAMILIES
 
 
 def _served(family: Family) -> Any:
-    """Return the class of a family, named for SGLang's search by the family's architecture."""
+    """Return a family's class under the name of its architecture: SGLang looks for that name."""
     module, _, name = family.server_class.partition(":")
     served = getattr(import_module(module), name)
     return served if name == family.architecture else type(family.architecture, (served,), {})

@@ -39,8 +39,8 @@ def cache_rows(req_to_token, req_pool_indices, seq_lens, num_kv_heads, window):
     length = -(-int(num_B.max()) // length_multiple) * length_multiple
     places_BL = first_B[:, None] + torch.arange(length, device=seq_lens.device)
     exists_BL = places_BL < seq_lens[:, None]
-    # Slots past a request's end belong to others, with possibly NaN values, and 0 * nan is nan:
-    # read its first.
+    # Slots past a request's end belong to others, with possibly NaN values, and 0 * nan is nan: the
+    # request's first slot is read in their place.
     slots_BL = req_to_token[req_pool_indices[:, None], torch.where(exists_BL, places_BL, first_B[:, None])].long()
     heads = torch.arange(num_kv_heads, device=slots_BL.device)
     rows_BHL = slots_BL[:, None, :] * num_kv_heads + heads[:, None]
