@@ -154,9 +154,9 @@ class Filling:
             return
         if self._needs_sync is not None:
             raise self._needs_sync
-        if stale := set(self._servers.urls(ServerState.BEHIND)) - self._asked_for:
-            self._asked_for |= stale
-            raise NeedsSync(f"not at work with weight version {self._servers.version}: {', '.join(sorted(stale))}")
+        if behind := set(self._servers.urls(ServerState.BEHIND)) - self._asked_for:
+            self._asked_for |= behind
+            raise NeedsSync(f"not at work with weight version {self._servers.version}: {', '.join(sorted(behind))}")
 
     def _start_groups(self) -> None:
         """Start the open groups of a saved state or a lost server, then new draws, as allowed."""

@@ -265,8 +265,8 @@ class Sampler:
                     return generation
                 reason = f"it answered with version {versions[is_refused][-1]}"
                 if is_refused[-1]:  # no failure of the request, which is not counted:
-                    # a stale server is not asked again, so this ends
-                    self._servers.mark_stale(server, reason)
+                    # a server behind is not asked again, so this ends
+                    self._servers.mark_behind(server, reason)
                     continue
             failures[server.url] = reason
             budget.seconds_left = seconds_left  # the failed server costs nothing

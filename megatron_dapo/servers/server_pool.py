@@ -236,7 +236,7 @@ class ServerPool:
         """Send it no requests until a health check passes."""
         self._note(server, ServerEvent.LOST, f"is down: {reason}")
 
-    def mark_stale(self, server: Server, reason: str) -> None:
+    def mark_behind(self, server: Server, reason: str) -> None:
         """Send it no requests until it got a push."""
         self._note(server, ServerEvent.BEHIND, f"needs a push of the weights: {reason}")
 
@@ -267,8 +267,8 @@ class ServerPool:
         if self.is_aborting:
             raise Aborted
         current = [server for server in self.servers if server.state is ServerState.CURRENT]
-        if not current and (stale := self.urls(ServerState.BEHIND)):
-            raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(stale)}")
+        if not current and (behind := self.urls(ServerState.BEHIND)):
+            raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(behind)}")
         free = [server for server in current if server.num_in_flight < self._max_concurrency]
         return min(
             free,
@@ -406,9 +406,9 @@ class ServerPool:
 
     def _classify(self, server: Server, version: int, is_paused: bool) -> None:
         if self.version is not None and version != self.version:
-            self.mark_stale(server, f"it holds version {version}, the trainer {self.version}")
+            self.mark_behind(server, f"it holds version {version}, the trainer {self.version}")
         elif is_paused:  # the push did not reach it to the end: requests would wait there for ever
-            self.mark_stale(server, "it is paused: it takes no requests")
+            self.mark_behind(server, "it is paused: it takes no requests")
         else:
             self._note(server, ServerEvent.READY)
 

@@ -302,7 +302,7 @@ def test_a_response_that_no_server_takes_leaves_the_others_of_its_group_to_finis
             finished = []
             running = sample(sampler, draw(0, version=1), on_sample=finished.append)
             await until(lambda: server.num_open == 1)
-            pool.mark_stale(pool.servers[0], "scripted")
+            pool.mark_behind(pool.servers[0], "scripted")
             with pytest.raises(NeedsSync):
                 await running
             assert [one.num_response_tokens for one in finished] == [30] and len(server.requests) == 1
@@ -330,7 +330,7 @@ def test_a_partial_response_that_cannot_go_on_is_handed_back(end):
 
             async def act(running):
                 if end == "stale":
-                    return pool.mark_stale(pool.servers[0], "scripted")
+                    return pool.mark_behind(pool.servers[0], "scripted")
                 await until(lambda: server.num_open == 1)
                 return running.cancel() if end == "cancelled" else pool.servers[0].drop_requests()
 
