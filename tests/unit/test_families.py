@@ -39,7 +39,6 @@ from megatron_dapo.models.layers import (
 from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
 from tests.families import own_layers
@@ -53,12 +52,6 @@ from megatron.core.transformer.attention import SelfAttention  # isort: skip
 pytestmark = pytest.mark.unit
 
 FAMILIES = own_layers()
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")
