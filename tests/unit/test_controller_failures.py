@@ -151,19 +151,6 @@ def test_pushes_that_do_not_help_end_with_the_server(folder):
     run_in_folder(folder, scenario, overrides=[f"data.val_files=[{folder}/val.jsonl]"])
 
 
-def test_all_servers_down_is_an_error_that_names_them_within_the_deadline(folder):
-    async def scenario(controller, servers):
-        for server in servers:
-            await server.stop()
-        # not: the step took too long
-        with pytest.raises(RolloutError, match="have been down for 0.3 s") as error:
-            await controller.next_batch(1, 1)
-        assert all(server.url in str(error.value) for server in servers)
-
-    overrides = ["actor_rollout_ref.rollout.server.startup_timeout_s=0.3"]
-    run_in_folder(folder, scenario, num_servers=2, overrides=overrides)
-
-
 def test_the_step_deadline_names_missing_groups_and_busy_servers(folder):
     async def scenario(controller, servers):
         servers[1].hold.clear()
