@@ -1,4 +1,4 @@
-"""What several unit tests share: the ranks of one process, and a small model."""
+"""What several unit tests share: the ranks of one process, a small model, a folder of a rollout."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +20,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_models import make_tiny
 
     return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """For a controller and scripted servers: prompts and importable rewards, with short waits."""
+    from tests.fake_rollout import rollout_folder
+
+    yield from rollout_folder(tmp_path, monkeypatch)

@@ -12,14 +12,9 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Interrupted
 from megatron_dapo.servers import client
 from megatron_dapo.servers.client import Generation
-from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
+from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, prompt_numbers, run_in_folder
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def test_waves_kept_filtered_and_discarded_are_exact_over_two_steps(folder):

@@ -12,16 +12,10 @@ from tests.fake_rollout import (
     make_config,
     needs_sync,
     prompt_numbers,
-    rollout_folder,
     run_in_folder,
 )
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def test_failed_and_aborted_requests_are_sent_again_and_counted(folder):

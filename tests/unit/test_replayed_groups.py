@@ -2,7 +2,6 @@
 training batches."""
 
 import asyncio
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -20,22 +19,13 @@ from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.step_metrics import step_metrics
-from tests.fake_rollout import FakeServer, Script, make_config, needs_sync, write_files
+from tests.fake_rollout import FakeServer, Script, make_config, needs_sync
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
 REPLAY = "exp_manager.experience_replay"
 ON = [f"{REPLAY}.enable=true", f"{REPLAY}.replay_start_ratio=0.0", f"{REPLAY}.exp_ratio=0.5"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
-    yield tmp_path
-    sys.modules.pop("fake_rewards", None)
 
 
 def run(folder, scenario, script, *overrides):
