@@ -349,24 +349,6 @@ def test_the_compared_runs_take_two_optimizer_steps_so_that_old_log_probs_count(
         assert num_optimizer_steps_per_rollout_step(config_of(climbed(name, inputs)[0])) == 2
 
 
-def test_the_ratio_moves_less_if_bfloat16_decides_the_clipping(inputs):
-    for sizes, rate in ((sizes_of(0), 2e-4), (sizes_of(8), 1e-5)):
-        for name in ("layout", "resume"):
-            config = config_of(climbed(name, replace(inputs, sizes=sizes))[0])
-            assert config.actor_rollout_ref.actor.optim.lr == rate
-
-
-def test_cold_gpus_have_the_programs_own_timeouts(inputs):
-    def timeouts(inputs: Inputs) -> list[float]:
-        config = config_of(climbed("layout", inputs)[0])
-        rollout = config.actor_rollout_ref.rollout
-        megatron = config.actor_rollout_ref.actor.megatron
-        return [megatron.timeout_s, config.weight_sync.timeout_s, rollout.server.startup_timeout_s]
-
-    assert timeouts(inputs) == [120, 60, 400]
-    assert timeouts(replace(inputs, sizes=sizes_of(8))) == [600, 300, 900]
-
-
 @pytest.mark.parametrize(("train", "mini", "prompts"), [(512, 32, 64), (480, 48, 96), (512, 512, 512), (16, 8, 16)])
 def test_a_measured_step_has_64_prompts_or_the_whole_mini_batches_nearest_to_that(train, mini, prompts):
     sizes = [f"data.train_batch_size={train}", f"actor_rollout_ref.actor.ppo_mini_batch_size={mini}"]

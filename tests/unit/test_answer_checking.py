@@ -178,11 +178,6 @@ def test_math_dapo_reads_an_integer_truth_that_a_table_padded(truth, right, wron
     assert not any(math_dapo("", f"Answer: {answer}", truth, {})["correct"] for answer in wrong)
 
 
-def test_math_dapo_reads_fbox_like_boxed():
-    assert math_dapo("", "\\fbox{34}", "34", {}, boxed_fallback=True)["correct"]
-    assert not math_dapo("", "\\fboxed{34}", "34", {}, boxed_fallback=True)["correct"]
-
-
 def with_acc(data_source, response, ground_truth, extra_info, **verdict):
     return {"score": float(response), **extra_info}
 

@@ -1,25 +1,21 @@
 """The benchmark of asynchronous rollouts: its committed figures hold,
 its stand-ins do as they say."""
 
-import asyncio
 import json
 import random
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
 
-import aiohttp
 import numpy as np
 import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
-from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
 from megatron_dapo.checks.hardware import HARDWARE
 from megatron_dapo.checks.memory import server_memory
 from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.commands.plan.simulation import (
-    Draw,
     Machines,
     Recipe,
     SimulatedRequest,
@@ -37,7 +33,6 @@ from megatron_dapo.data.samples import Group
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics
-from tests.fake_rollout import WORDS
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
 
@@ -207,42 +202,3 @@ def test_the_benchmark_runs_and_its_report_has_what_the_docs_show(tmp_path):
     for result in report["results"]:
         assert result["measured"].keys() == result["predicted"].keys() == FIGURES
         assert 0 < result["measured"]["slots_used"] <= 1 and 0 < result["measured"]["wait_share"] < 1
-
-
-def test_draws_are_answered_in_their_order_and_only_those_with_signal_have_a_wrong_response():
-    draws = {0: Draw((3, 5), True), NUM_PROMPTS: Draw((4, 2), False)}
-    answers = Answers(draws.__getitem__, n=2)
-    words = [[WORDS[token] for token in answers.next_tokens(prompt=0)] for _ in range(4)]
-    assert [len(response) for response in words] == [3, 5, 4, 2]
-    assert [response[0] for response in words] == ["wrong", "right", "right", "right"]
-    assert all(response[-1] == "<eos>" for response in words)
-
-
-def test_a_push_stops_a_stand_in_and_what_it_writes_then_has_the_new_version():
-    """500 tokens of 10 ms; a pause of 0.3 s after 0.2 s, or later on a busy machine."""
-
-    async def scenario() -> tuple[dict, float, list[int]]:
-        counts: list[int] = []
-        server = SleepingServer(Answers(lambda number: Draw((500,), False), n=1), token_s=0.01, count=counts.append)
-        await server.start()
-        loop = asyncio.get_running_loop()
-        try:
-            async with aiohttp.ClientSession() as session:
-                request = {"input_ids": [WORDS.index("p0")]}
-                began = loop.time()
-                answer = asyncio.create_task(session.post(f"{server.url}/generate", json=request))
-                await asyncio.sleep(0.2)
-                server.pause()
-                await asyncio.sleep(0.3)
-                server.resume(version=1)
-                async with await answer as response:
-                    return await response.json(), loop.time() - began, counts
-        finally:
-            await server.stop()
-
-    answer, seconds, counts = asyncio.run(scenario())
-    old, new = answer["meta_info"]["weight_versions"]
-    assert (old["version"], old["start"], new["version"], new["end"]) == ("0", 0, "1", 500)
-    assert old["end"] == new["start"] and 0 < old["end"] < 500
-    assert seconds >= 5.3
-    assert counts == [+1, -1]

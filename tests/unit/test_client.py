@@ -246,12 +246,6 @@ def test_a_scheduler_that_hangs_is_not_resumed():
         ask({"POST /end_weight_update": nothing}, lambda client: client.resume(timeout_s=0.1))
 
 
-def test_an_update_session_that_is_refused_is_an_error():
-    refusing = {"POST /begin_weight_update": always({"error": "one is open"}, status=400)}
-    with pytest.raises(ServerError, match="one is open"):
-        ask(refusing, lambda client: client.begin_weight_update())
-
-
 def test_the_api_key_goes_into_the_header():
     async def check(request: web.Request) -> web.Response:
         return web.Response(status=200 if request.headers.get("Authorization") == "Bearer secret" else 401)

@@ -25,11 +25,6 @@ ALL_FOUR = [
 ]
 
 
-def test_all_techniques_but_the_token_level_loss_are_off_by_default():
-    on = {name for name, is_on in dapo_techniques(load_config(None, [])).items() if is_on}
-    assert on == {"token_level_loss"}
-
-
 @pytest.mark.parametrize(
     ("override", "off"),
     [

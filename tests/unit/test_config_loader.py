@@ -389,13 +389,6 @@ def test_a_section_or_a_key_may_be_given_under_its_other_spelling(tmp_path):
     assert config.critic.value_loss_coef == 0.75
 
 
-def test_the_soft_interval_may_be_given_as_overlong_buffer_len():
-    """As the DAPO overview calls it."""
-    (section,) = {name for name in known_sections() if name.endswith("overlong_reward_shaping")}
-    shaping = load_config(None, [f"{section}.overlong_buffer_len=512"]).algorithm.overlong_reward_shaping
-    assert shaping.buffer_len == 512
-
-
 def test_an_override_wins_over_the_file_whatever_either_calls_the_key(tmp_path):
     path = written(tmp_path, "actor: {clip_ratio: 0.1}\ncritic: {value_loss_coef: 0.25}")
     config = load_config(path, ["actor_rollout_ref.actor.clip_ratio=0.3", "critic.vf_coef=0.5"])

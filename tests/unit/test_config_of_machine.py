@@ -90,11 +90,6 @@ def test_a_model_that_is_not_supported_is_named_before_anything_starts(machine):
     assert "MixtralForCausalLM" in architecture and "Qwen3ForCausalLM" in architecture
 
 
-def test_the_models_sizes_are_read_from_its_folder(machine):
-    (sentence,) = on_this_machine(machine, "rollout.server.tensor_model_parallel_size=5")
-    assert "num_attention_heads 12" in sentence
-
-
 def test_transformer_engine_is_asked_for_only_where_it_is_installed(machine, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     # a laptop, for reading recipes

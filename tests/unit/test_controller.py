@@ -12,14 +12,9 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Interrupted
 from megatron_dapo.servers import client
 from megatron_dapo.servers.client import Generation
-from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, prompt_numbers, rollout_folder, run_in_folder
+from tests.fake_rollout import MIXED, RIGHT, WRONG, Script, prompt_numbers, run_in_folder
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def test_waves_kept_filtered_and_discarded_are_exact_over_two_steps(folder):
@@ -77,29 +72,6 @@ def test_uniform_data_ends_by_policy_not_by_a_hang(folder):
     run_in_folder(folder, scenario, Script(default=WRONG), overrides=[limit])
     partial = "algorithm.dynamic_sampling.on_exhausted=train_partial"
     run_in_folder(folder, scenario, Script(default=WRONG), overrides=[limit, partial])
-
-
-def test_train_partial_hands_over_the_groups_there_are(folder):
-    async def scenario(controller, servers):
-        assert prompt_numbers(await controller.next_batch(1, 1)) == [5]
-
-    overrides = [
-        "algorithm.dynamic_sampling.max_num_gen_batches=2",
-        "algorithm.dynamic_sampling.on_exhausted=train_partial",
-    ]
-    run_in_folder(folder, scenario, Script({5: MIXED}, default=RIGHT), overrides=overrides)
-
-
-def test_groups_come_in_the_order_of_prompts_whatever_the_order_of_answers(folder):
-    script = Script()
-    script.delays = [0.15, 0.0, 0.1, 0.02, 0.0, 0.12, 0.05, 0.01]
-
-    async def scenario(controller, servers):
-        batch = await controller.next_batch(1, 1)
-        assert prompt_numbers(batch) == [0, 1, 2, 3]
-        assert all(sample.uid == group.uid for group in batch.groups for sample in group.samples)
-
-    run_in_folder(folder, scenario, script, num_servers=2)
 
 
 def test_all_groups_are_in_flight_at_once_within_the_limit_per_server(folder):

@@ -19,7 +19,6 @@ from tests.fake_rollout import (
     make_config,
     needs_sync,
     prompt_numbers,
-    rollout_folder,
     run_with_controller,
     until,
 )
@@ -27,11 +26,6 @@ from tests.fake_rollout import (
 pytestmark = pytest.mark.unit
 
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def run_in_folder(folder, scenario, script=None, num_servers=1, overrides=()):

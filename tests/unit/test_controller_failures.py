@@ -12,16 +12,10 @@ from tests.fake_rollout import (
     make_config,
     needs_sync,
     prompt_numbers,
-    rollout_folder,
     run_in_folder,
 )
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def test_failed_and_aborted_requests_are_sent_again_and_counted(folder):
@@ -149,19 +143,6 @@ def test_pushes_that_do_not_help_end_with_the_server(folder):
             await controller.evaluate(1, 5)
 
     run_in_folder(folder, scenario, overrides=[f"data.val_files=[{folder}/val.jsonl]"])
-
-
-def test_all_servers_down_is_an_error_that_names_them_within_the_deadline(folder):
-    async def scenario(controller, servers):
-        for server in servers:
-            await server.stop()
-        # not: the step took too long
-        with pytest.raises(RolloutError, match="have been down for 0.3 s") as error:
-            await controller.next_batch(1, 1)
-        assert all(server.url in str(error.value) for server in servers)
-
-    overrides = ["actor_rollout_ref.rollout.server.startup_timeout_s=0.3"]
-    run_in_folder(folder, scenario, num_servers=2, overrides=overrides)
 
 
 def test_the_step_deadline_names_missing_groups_and_busy_servers(folder):

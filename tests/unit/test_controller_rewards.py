@@ -6,14 +6,9 @@ import pickle
 import pytest
 
 from megatron_dapo.common.errors import UserError
-from tests.fake_rollout import Script, prompt_numbers, rollout_folder, run_in_folder, write_files
+from tests.fake_rollout import Script, prompt_numbers, run_in_folder, write_files
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def test_overlong_responses_are_punished_and_counted_by_finish_reason(folder):

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.losses import TokenSumLoss
 from megatron_dapo.training.mismatch import stale
 from tests import training_checks as checks
-from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -21,17 +19,6 @@ TOKEN_IS = f"{CORRECTION}.rollout_is=token"
 REJECT_ALL = (f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=1e-9")
 KEEP_ALL = (f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=1e9")
 BYPASS = f"{CORRECTION}.bypass_mode=true"
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
 
 
 @pytest.fixture

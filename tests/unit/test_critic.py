@@ -17,7 +17,6 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import load_hf_weights
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.critic import Critic
 from megatron_dapo.training.distribute import StepDistributor, StepShard
@@ -37,12 +36,6 @@ SMALL = [
 ]
 
 DTYPES = [f"actor_rollout_ref.actor.megatron.dtype={dtype}" for dtype in ("float32", "bfloat16")]
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

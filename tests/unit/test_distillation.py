@@ -14,7 +14,6 @@ from megatron_dapo.config.derived import needs_old_log_probs, num_optimizer_step
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.reference import Reference
@@ -26,12 +25,6 @@ pytestmark = pytest.mark.unit
 
 PROMPT_LENGTH, LONGEST, N = 3, 6, 4
 VOCABULARY = 20
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

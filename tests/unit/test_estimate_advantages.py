@@ -18,7 +18,6 @@ from megatron_dapo.config.built_ins import ESTIMATORS, estimators_with
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, sample_rewards
 from megatron_dapo.data.packing import collate
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.advantages import estimate_advantages
 from megatron_dapo.training.distribute import StepShard
 from tests.advantage_oracle import OF_RESPONSE, OF_TOKENS, PlainGroup
@@ -29,12 +28,6 @@ pytestmark = pytest.mark.unit
 KL = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.1", "algorithm.kl_penalty=low_var_kl"]
 REINFORCE = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"]
 BETA, GAMMA, LAM, BASELINE = 0.1, 0.9, 0.8, 0.25
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 def samples_of(estimator: str = "grpo") -> tuple[list[TrainSample], dict[int, SampleReward]]:

@@ -39,7 +39,6 @@ from megatron_dapo.models.layers import (
 from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_source import WeightSource
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import plan_buckets
 from tests.distributed.parity_worker import log_probs, sample
 from tests.families import own_layers
@@ -53,12 +52,6 @@ from megatron.core.transformer.attention import SelfAttention  # isort: skip
 pytestmark = pytest.mark.unit
 
 FAMILIES = own_layers()
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -370,15 +363,9 @@ def _cuts(specs: list[TensorSpec], bucket_bytes: int, flat_share: float) -> bool
     return not together >= pairs.items()
 
 
-def test_a_latent_attention_has_no_context_parallelism_on_gpus(monkeypatch, paths):
+@pytest.mark.parametrize(("family", "words"), [("deepseek_v3", "latent attention"), ("gemma3", "no windows")])
+def test_what_has_no_context_parallelism_on_gpus_is_refused(monkeypatch, paths, family, words):
     monkeypatch.setattr(build, "is_gpu", lambda: True)
     monkeypatch.setattr(build, "_use_transformer_engine", lambda megatron: True)
-    with pytest.raises(UserError, match="context_parallel_size is 2, .* latent attention .*; set it to 1"):
-        build_model(read_model_spec(paths["deepseek_v3"]), SimpleNamespace(cp=2), MegatronConfig(dtype="bfloat16"))
-
-
-def test_windows_are_refused_beside_context_parallelism_on_gpus(monkeypatch, paths):
-    monkeypatch.setattr(build, "is_gpu", lambda: True)
-    monkeypatch.setattr(build, "_use_transformer_engine", lambda megatron: True)
-    with pytest.raises(UserError, match="context_parallel_size is 2, .* no windows .*; set it to 1"):
-        build_model(read_model_spec(paths["gemma3"]), SimpleNamespace(cp=2), MegatronConfig(dtype="bfloat16"))
+    with pytest.raises(UserError, match=f"context_parallel_size is 2, .* {words} .*; set it to 1"):
+        build_model(read_model_spec(paths[family]), SimpleNamespace(cp=2), MegatronConfig(dtype="bfloat16"))

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training import policy
 from megatron_dapo.training.policy import Policy
 from tests.tiny_models import make_tiny
@@ -14,12 +13,6 @@ from tests.training_checks import MANY_MICRO_BATCHES, MEGATRON, policy_and_mini_
 from megatron.core.tensor_parallel import RowParallelLinear  # isort: skip
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(params=["qwen3", "qwen3_moe"])

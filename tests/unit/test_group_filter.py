@@ -18,7 +18,6 @@ from megatron_dapo.algorithms.policy_loss import Clip, policy_loss
 from megatron_dapo.algorithms.whitening import moments
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.commands.plan.process_plan import process_plan
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import SampleReward, assemble, group_estimates, sample_rewards
 from megatron_dapo.data.packing import collate
@@ -93,19 +92,6 @@ def test_filter_groups_stops_at_its_limit_and_never_where_the_limit_is_not_posit
         assert not queue.is_ready()
 
 
-def test_at_the_limit_filter_groups_may_stop_the_run_and_names_the_key():
-    queue = make_queue(
-        load_config(
-            None,
-            [*GROUPS, "algorithm.filter_groups.max_num_gen_batches=1", "algorithm.filter_groups.on_exhausted=raise"],
-        )
-    )
-    queue.begin(1, weight_version=1)
-    run_gen_batch(queue, 0, [MIXED, ALL_WRONG])
-    with pytest.raises(UserError, match="algorithm.dynamic_sampling.max_num_gen_batches = 1.*uniform 1"):
-        queue.is_ready()
-
-
 def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     queue = make_queue(load_config(None, MASK))
     queue.begin(1, weight_version=1)
@@ -126,14 +112,6 @@ def test_masked_groups_stay_in_their_places_and_are_counted_as_filtered():
     other.load_state_dict(state)
     other.begin(2, weight_version=1)
     assert other.take().groups == result.groups
-
-
-def test_a_step_whose_groups_are_all_masked_is_handed_over_all_the_same():
-    queue = make_queue(load_config(None, MASK))
-    queue.begin(1, weight_version=1)
-    run_gen_batch(queue, 0, [ALL_RIGHT, ALL_WRONG, ALL_WRONG])
-    assert queue.is_ready()
-    assert [group.keep for group in queue.take().groups] == [False] * 3
 
 
 def test_the_advantages_of_a_masked_group_are_0_and_its_tokens_still_count():

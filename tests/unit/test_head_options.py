@@ -9,17 +9,10 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.kernels.self_check import Error
 from megatron_dapo.platform.agreement import Agreement
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training import head_options as module
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +75,6 @@ def test_the_warning_names_the_cause_on_one_line(options, monkeypatch, caplog):
         "caused by FileNotFoundError: ptxas)."
     )
     assert expected in caplog.text and "no space" not in caplog.text
-
-
-def test_the_warning_names_the_error_that_was_being_handled(options, monkeypatch, caplog):
-    def broken(*_):
-        try:
-            raise OSError("no space\nleft in the cache")
-        except OSError:
-            raise RuntimeError("no compiler here")  # noqa: B904 - as a library may
-
-    monkeypatch.setattr(module, "largest_errors", broken)
-    assert not options()["fused_head"]
-    assert "RuntimeError: no compiler here, caused by OSError: no space left in the cache" in caplog.text
 
 
 def test_one_ranks_doubt_is_every_ranks(options, monkeypatch, caplog):

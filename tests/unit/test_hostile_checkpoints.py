@@ -30,7 +30,6 @@ from megatron_dapo.checkpointing.torch_dist.saving import save
 from megatron_dapo.commands.evaluation import command as evaluation
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.reference import Reference
 from tests.tiny_models import make_tiny
@@ -63,12 +62,6 @@ def converted(model_path, tmp_path_factory) -> Path:
 def checkpoint(converted, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return shutil.copytree(converted, tmp_path / "step_000003")
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 def policy_of(layout, model_path: Path) -> Policy:

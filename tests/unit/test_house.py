@@ -253,19 +253,3 @@ def unclear_variables(nodes: Sequence[ast.AST]) -> list[str]:
 def test_variables_are_named_after_what_they_hold():
     unclear = {name(path): lines for path in python_files() if (lines := facts(path).unclear)}
     assert not unclear
-
-
-def test_the_check_of_variables_sees_every_way_to_bind_one_and_no_attribute():
-    source = """
-from hypothesis import given
-class Result:
-    found: str
-    def of(self, told): self.found = [mine for mine in told]
-@given(pieces=1)
-def outer():
-    given, (theirs, _) = f(found=1)
-    with open("x") as found: pass
-    for pieces in lambda mine: mine: x.told = pieces
-"""
-    expected = ["5: mine", "5: told", "8: given", "8: theirs", "9: found", "10: mine", "10: pieces"]
-    assert unclear_variables(nodes_of(source)) == expected

@@ -321,33 +321,3 @@ def test_a_missing_key_is_refused_at_the_start(tmp_path):
         with pytest.raises(UserError, match=words) as error:
             make_scorers(config("http://a:1/v1", f"reward.judge.{key}"))
         assert SECRET not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["reward.judge.url=a:1"], "must be of the form http://host:port/v1"),
-        (["reward.judge.url=http://u:p@a/v1"], "without a password"),
-        (["reward.judge.url=http://a/v1?key=secret"], "behind a question mark"),
-        (["reward.judge.url=http://a:b/v1"], "must be of the form http://host:port/v1"),
-        (["reward.judge.url=http://a/v1", "reward.judge.prompt={resonse} {response}"], "write {response}"),
-        (
-            ["reward.judge.url=http://a/v1", "reward.judge.prompt={answer_text}? {response}"],
-            "write {question} or {ground",
-        ),
-        (["reward.judge.url=http://a/v1", "reward.judge.weight=0.0"], "count for nothing"),
-        (["reward.judge.url=http://a/v1", "reward.judge.api_key_env=sk-abc"], "no name of an environment variable"),
-        (["reward.judge.url=http://a/v1", "reward.judge.prompt=good?"], "no place for the response"),
-        (["reward.judge.url=http://a/v1", "reward.judge.pattern=("], "is no regular expression"),
-        (["reward.judge.url=http://a/v1", "reward.judge.pattern=Score"], "has no group for the score"),
-        (
-            ["reward.judge.url=http://a/v1", "reward.judge.api_key_env=A", "reward.judge.api_key_file=b"],
-            "are both given",
-        ),
-        (["reward.judge.model=gpt"], "reward.judge.model"),
-    ],
-)
-def test_mistakes_in_the_config_are_sentences(keys, words):
-    with pytest.raises(UserError) as error:
-        load_and_validate(None, keys)
-    assert any(words in sentence for sentence in error.value.sentences), error.value.sentences

@@ -220,16 +220,6 @@ def test_a_second_stop_signal_does_not_wait(tmp_path):
     assert "saved" not in (tmp_path / "out").read_text()
 
 
-def test_mistakes_in_the_config_are_reported_at_once_and_nothing_starts(tmp_path):
-    run_dir = tmp_path / "run"
-    run = launch(f"trainer.run_dir={run_dir}", "data.train_batch_sise=8", "trainer.seed=x", "reward.num_workers=0")
-    output, error = run.communicate(timeout=60)
-    assert run.returncode == 2
-    for key in ("data.train_batch_size", "trainer.seed", "reward.num_workers"):
-        assert key in error
-    assert not run_dir.exists() and output == ""
-
-
 def test_several_nodes_are_refused_with_the_cure(tmp_path):
     recipe = str(REPOSITORY / "configs" / "demo.yaml")
     run = launch("--dry-run", "--config", recipe, "trainer.nnodes=2", f"trainer.run_dir={tmp_path / 'run'}")

@@ -7,7 +7,6 @@ length.
 """
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
@@ -155,10 +154,3 @@ def test_the_simulation_takes_the_time_that_is_computed_by_hand():
         speed = Simulation(machines, recipe, draw).run()
         assert speed.steps_per_s == pytest.approx(1 / step_s)
         assert speed.wait_share == pytest.approx(wait_s / step_s)
-
-
-def test_the_mean_of_lengths_is_that_of_the_log_normal_distribution():
-    """Without a bound it is median * exp(sigma^2 / 2)."""
-    lengths = Lengths(median=1000, sigma=0.5, longest=10**9)
-    source = random.Random(0)
-    assert mean_length([lengths.sample(source) for _ in range(20_000)]) == pytest.approx(1133, rel=0.02)

@@ -39,12 +39,6 @@ TARGETS = {
 
 
 @pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     make_chat_model(folder / "model", layers=2, vocab=67)

@@ -50,12 +50,6 @@ def test_a_mistake_is_one_sentence(overrides, named):
     assert len(sentences) == 1 and all(word in sentences[0] for word in named), sentences
 
 
-@pytest.mark.parametrize("rank", ["-1", "1.5", "all"])
-def test_a_rank_is_a_number(rank):
-    with pytest.raises(UserError, match=r"actor_rollout_ref\.model\.lora_rank is .*must be a whole number >= 0"):
-        load_config(None, [f"{MODEL}.lora_rank={rank}"])
-
-
 @pytest.mark.parametrize(
     "changed, key",
     [

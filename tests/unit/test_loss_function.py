@@ -18,27 +18,14 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.losses import SequenceSumLoss, loss_sequences
 from tests import training_checks as checks
-from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
 
 ACTOR = checks.ACTOR
 OWN = [f"{LOSS_FUNCTION}=tests.loss_functions:dapo", f"{ACTOR}.entropy_coef=0", f"{ACTOR}.use_dapo=false"]
 BUILT_IN = [f"{ACTOR}.entropy_coef=0", f"{ACTOR}.use_dapo=true"]
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
 
 
 @pytest.mark.parametrize("cut", [checks.ONE_MICRO_BATCH, checks.MANY_MICRO_BATCHES])

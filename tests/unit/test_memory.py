@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks.memory import peak_bytes
-from megatron_dapo.__main__ import main
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.checks.flops import attention_flops
 from megatron_dapo.checks.memory import (
@@ -39,7 +38,6 @@ from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.models.lora import adapter_tensors
-from tests.fake_rollout import write_files
 from tests.families import FAMILIES
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 from tests.tiny_models import tiny_config
@@ -55,12 +53,6 @@ ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
 def recipe(name: str, *overrides: str):
     return load_config(CONFIGS / name, list(overrides)), model_spec(RECIPES[name])
-
-
-@pytest.mark.parametrize(("sizes", "num_bytes"), [(QWEN2_5_32B, 65_527_752_704), (QWEN2_5_7B, 15_231_233_024)])
-def test_the_parameters_are_as_many_as_the_published_checkpoints_have(sizes, num_bytes):
-    """total_size in model.safetensors.index.json of Qwen/Qwen2.5-32B and -7B: bytes of bfloat16."""
-    assert 2 * sum(num_parameters(model_spec(sizes), ONE_RANK, stage=0)) == num_bytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -251,20 +243,6 @@ def test_the_process_plan_shows_it(tmp_path):
     assert parallel_sizes(config).dp == 4
     unknown = process_plan(load_config(CONFIGS / "dapo_32b.yaml", ["actor_rollout_ref.model.path=/nowhere"]))
     assert "not estimated: the model's config.json is not in /nowhere" in unknown
-
-
-def test_a_dry_run_of_a_hopeless_layout_says_so_in_one_sentence(tmp_path, capsys):
-    overrides = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.sequence_parallel=false")
-    write_files(tmp_path, num_prompts=1, num_val=1)
-    run = tmp_path.with_name(f"{tmp_path.name}-run")  # beside the model's folder
-    files = [f"trainer.run_dir={run}", "data.apply_chat_template=false"]
-    files += [f"data.{name}_files=[{tmp_path / name}.jsonl]" for name in ("train", "val")]
-    arguments = ["--config", str(CONFIGS / "dapo_32b.yaml"), written(tmp_path, QWEN2_5_32B), *overrides, *files]
-    assert main(["train", "--dry-run", *arguments]) == 2
-    printed = capsys.readouterr()
-    assert "DO NOT FIT" in printed.out
-    assert printed.err.startswith("1 mistake to correct:\nA trainer GPU would need about 135 GB")
-    assert not run.exists()
 
 
 def experts(num_experts: int = 8) -> ModelSpec:

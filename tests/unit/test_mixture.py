@@ -27,12 +27,6 @@ pytestmark = pytest.mark.unit
 HIDDEN, EXPERTS = 32, 8
 
 
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
 @pytest.mark.parametrize(("norm_topk_prob", "experts_per_token"), [(True, 2), (False, 3), (False, 1)])
 def test_outputs_and_gradients_of_the_experts_and_the_router_are_those_of_transformers(
     layout, tmp_path, norm_topk_prob, experts_per_token

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
 from tests.synthetic import synthetic_groups
@@ -22,12 +21,6 @@ SMALL = [
     "actor_rollout_ref.rollout.n=4",
 ]
 MEGATRON = "actor_rollout_ref.actor.megatron"
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

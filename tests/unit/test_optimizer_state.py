@@ -15,7 +15,6 @@ from megatron_dapo.checks.memory import host_memory, model_states
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training import optimizer
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
@@ -33,12 +32,6 @@ SMALL = [
     "actor_rollout_ref.actor.optim.eps=1e-4",
     f"{MEGATRON}.dtype=bfloat16",
 ]
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

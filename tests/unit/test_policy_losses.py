@@ -22,7 +22,6 @@ from megatron_dapo.config.schema.actor_rollout_ref import ActorConfig
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.loss_config import loss_config
 from megatron_dapo.training.losses import SequenceRatioLoss, TokenSumLoss, make_loss, sequence_log_ratio
 from megatron_dapo.training.reference import Reference
@@ -247,17 +246,6 @@ def test_every_token_has_the_mean_log_ratio_of_its_own_sequence(packed):
     assert by_sample[5] == [0.0] * 3 and by_sample[4] == [2.5, 0.0]
     assert by_sample[3] == pytest.approx([0.0, *[-0.25 / 3] * 2, 0.0, -0.25 / 3, 0.0])
     assert means.sum() == pytest.approx(2.5 - 0.25)  # nothing in the padding
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
 
 
 NO_ENTROPY = f"{ACTOR}.entropy_coef=0"

@@ -126,11 +126,6 @@ def test_a_column_that_is_not_read_may_be_there_twice(tmp_path):
     assert len(load(path).prompts) == 1
 
 
-def test_the_prompt_column_may_have_another_name(write):
-    rows = [{"question": "1+1=", "label": "2"}]
-    assert load(write(rows), prompt_key="question").prompts[0].text == "1+1="
-
-
 def test_rows_with_equal_content_are_one_prompt_whatever_their_index(write):
     rows = [
         verl_row("p1", index="a"),
@@ -414,11 +409,6 @@ def test_a_data_set_without_prompts_is_an_error(tmp_path):
         load(write_jsonl(tmp_path / "empty.jsonl", []))
     with pytest.raises(UserError, match=r"all 1 prompts are longer than data\.max_prompt_length = 2"):
         load(write_jsonl(tmp_path / "long.jsonl", [verl_row("long")]), max_prompt_length=2)
-
-
-def test_prompts_keep_their_data_sources(write):
-    rows = [verl_row("a"), verl_row("b"), {**verl_row("c"), "data_source": "aime"}]
-    assert {prompt.data_source for prompt in load(write(rows)).prompts} == {"aime", "math_dapo"}
 
 
 @given(st.integers(1, 30), st.integers(), st.booleans(), st.lists(st.integers(1, 50), max_size=12))

@@ -2,7 +2,6 @@
 training batches."""
 
 import asyncio
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,6 @@ import torch
 
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import needs_old_log_probs
-from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.samples import Prompt, RolloutBatch
@@ -22,23 +19,13 @@ from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.step_metrics import step_metrics
-from megatron_dapo.training.loss_config import loss_config
-from tests.fake_rollout import MIXED, RIGHT, WRONG, FakeServer, Script, make_config, needs_sync, write_files
+from tests.fake_rollout import FakeServer, Script, make_config, needs_sync
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
 
 REPLAY = "exp_manager.experience_replay"
 ON = [f"{REPLAY}.enable=true", f"{REPLAY}.replay_start_ratio=0.0", f"{REPLAY}.exp_ratio=0.5"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
-    yield tmp_path
-    sys.modules.pop("fake_rewards", None)
 
 
 def run(folder, scenario, script, *overrides):
@@ -142,30 +129,6 @@ def test_a_controller_without_replay_goes_on_from_a_state_with_it_and_the_revers
     assert run(folder, asyncio.run(resume(with_pool)), Script(), f"{REPLAY}.enable=false") == 4
 
 
-def test_prompts_that_are_solved_are_not_replayed(folder):
-    """All prompts of the first step are solved but one."""
-    script = Script({0: RIGHT, 1: RIGHT, 3: RIGHT}, default=MIXED)
-
-    async def scenario(controller, server):
-        await controller.next_batch(1, 1)
-        return await controller.next_batch(2, 1)
-
-    batch = run(folder, scenario, script, "algorithm.dynamic_sampling.enable=false")
-    assert [group.prompt.text for group in batch.groups if replayed(group)] == ["p2"]
-    assert batch.metrics["replay/num_retired"] == 3
-
-
-def test_wrong_responses_only_leave_nothing_to_replay(folder):
-    async def scenario(controller, server):
-        await controller.next_batch(1, 1)
-        return (await controller.next_batch(2, 1)).metrics
-
-    overrides = ["algorithm.dynamic_sampling.enable=false"]
-    metrics = run(folder, scenario, Script(default=WRONG), *overrides)
-    assert metrics["replay/num_prompts"] == metrics["replay/num_replayed_groups"] == 0
-    assert "replay/age_mean" not in metrics
-
-
 # --------------------------------------------------------------------------------- dynamic sampling
 
 
@@ -248,22 +211,3 @@ def test_the_replayed_sample_belongs_to_its_groups_mean():
     samples = [replace(s, reward=float(i == 0), exp_mask=i == 0) for i, s in enumerate(group.samples)]
     advantages = [sample.advantage for sample in assemble([replace(group, samples=tuple(samples))])]
     assert advantages == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "overrides, expected",
-    [
-        ([], ("exgrpo_policy_shaping", 0.1, None)),
-        (["actor.off_policy_shaping_beta=0.3"], ("exgrpo_policy_shaping", 0.3, None)),
-        (
-            ["actor.off_policy_shaping_mode=dapo_clip_higher", "actor.off_policy_clip_ratio_high=0.6"],
-            ("dapo_clip_higher", 0.1, 0.6),
-        ),
-    ],
-)
-def test_the_config_says_what_the_loss_of_replayed_tokens_is(overrides, expected):
-    config = load_config(None, [f"{REPLAY}.enable=true", *overrides])
-    off_policy = loss_config(config).off_policy
-    assert (off_policy.mode, off_policy.beta, off_policy.clip_high) == expected
-    assert needs_old_log_probs(config) and not needs_old_log_probs(load_config(None, []))
-    assert loss_config(load_config(None, [])).off_policy is None

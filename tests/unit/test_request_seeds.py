@@ -25,7 +25,7 @@ from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import Generation, SamplingParams
 from megatron_dapo.servers.supervisor import sglang_command
 from tests.config_overrides import mistakes
-from tests.fake_rollout import Script, rollout_folder, run_in_folder, write_files
+from tests.fake_rollout import Script, run_in_folder, write_files
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
 
@@ -33,11 +33,6 @@ pytestmark = pytest.mark.unit
 
 ROLLOUT = "actor_rollout_ref.rollout"
 VALIDATED = [f"{ROLLOUT}.val_n=3", f"{ROLLOUT}.val_temperature=1.0"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def seeds_of_a_run(folder, seed=1, steps=(1, 2), **script):

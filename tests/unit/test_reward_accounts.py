@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_dapo.rollout.controller import Controller
-from tests.fake_rollout import FakeServer, Script, make_config, rollout_folder, run_in_folder
+from tests.fake_rollout import FakeServer, Script, make_config, run_in_folder
 from tests.unit.test_judge import SECRET, Endpoint
 
 pytestmark = pytest.mark.unit
@@ -40,11 +40,6 @@ def score(data_sources, responses, ground_truths, extra_infos):
 """,
 }
 NO_FILTER = "algorithm.dynamic_sampling.enable=false"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def write_prompts(folder, fault):

@@ -167,43 +167,14 @@ def folder(path: Path, **config_json) -> str:
     return str(path)
 
 
-def test_a_folder_must_hold_a_classifier_of_one_label_with_its_tokenizer(tmp_path):
+def test_a_classifier_of_one_label_and_a_critic_are_reward_models(tmp_path):
     one = {"0": "LABEL_0"}
     good = folder(tmp_path / "good", architectures=["Qwen2ForSequenceClassification"], id2label=one)
     critic = folder(tmp_path / "critic", architectures=["Qwen2ForTokenClassification"], num_labels=1)
     assert architecture_of(good).startswith("Qwen2ForSeq") and architecture_of(critic).startswith("Qwen2ForTok")
-    bare = Path(folder(tmp_path / "bare", architectures=["Qwen2ForSequenceClassification"], id2label=one))
-    (bare / "tokenizer.json").unlink()
-    for path, words in (
-        (str(tmp_path / "nowhere"), "has no config.json"),
-        (folder(tmp_path / "lm", architectures=["Qwen2ForCausalLM"]), "names Qwen2ForCausalLM; give a sequence"),
-        (folder(tmp_path / "two", architectures=["Qwen2ForSequenceClassification"]), "a classifier of 2 labels"),
-        (str(bare), "has no tokenizer.json"),
-    ):
-        with pytest.raises(UserError, match=words) as error:
-            load_and_validate(None, ["reward.function=math_verify", f"reward.model.path={path}"])
-        assert sum("reward.model.path" in sentence for sentence in error.value.sentences) == 1
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        (["reward.function=none"], "reward.function is none, .* but reward.model.path and reward.judge.url are null"),
-        (["reward.combine=model"], "reward.combine"),
-        (["reward.model.url=http://a:1"], "reward.model.url"),
-        (["reward.model.path=x", "reward.model.url=a:1"], "must be of the form http://host:port"),
-        (
-            ["reward.model.path=x", "actor_rollout_ref.rollout.multi_turn.enable=true"],
-            "the environment gives the reward; leave one",
-        ),
-    ],
-)
-def test_mistakes_in_the_config_are_sentences(keys, words):
-    with pytest.raises(UserError) as error:
-        load_and_validate(None, keys)
-    import re
-
-    assert any(re.search(words, sentence) for sentence in error.value.sentences), error.value.sentences
+    unlabelled = folder(tmp_path / "two", architectures=["Qwen2ForSequenceClassification"])
+    with pytest.raises(UserError, match="a classifier of 2 labels"):
+        load_and_validate(None, ["reward.function=math_verify", f"reward.model.path={unlabelled}"])
 
 
 def test_who_starts_no_server_must_be_given_one():

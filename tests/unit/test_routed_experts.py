@@ -151,11 +151,6 @@ def test_experts_survive_a_state_a_batch_file_and_the_way_to_the_trainer(tmp_pat
             assert np.array_equal(sample.routed_experts, expected.routed_experts)
 
 
-def test_a_sample_without_experts_is_stored_as_before_there_were_any():
-    (one,) = synthetic_groups(64, num_groups=1, n=1)
-    assert "routed_experts" not in group_to_plain(one)["samples"][0]
-
-
 def test_an_array_of_no_bytes_in_a_batch_file_is_empty():
     assert len(from_text("uint8")) == 0
 

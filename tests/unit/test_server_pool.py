@@ -3,7 +3,6 @@ no sample lost or doubled."""
 
 import asyncio
 import logging
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,22 +13,12 @@ from megatron_dapo.servers import running_means
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
-from tests.fake_rollout import make_config, needs_sync, run_with_controller, until, write_files
+from tests.fake_rollout import make_config, needs_sync, run_with_controller, until
 
 pytestmark = pytest.mark.unit
 
 STARTUP = "actor_rollout_ref.rollout.server.startup_timeout_s"
 URLS_FILE = "actor_rollout_ref.rollout.server_urls_file"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.PROBE_INTERVAL_S", 0.05)
-    yield tmp_path
-    sys.modules.pop("fake_rewards", None)
 
 
 def run(folder, scenario, num_servers=2, num_listed=None, overrides=()):

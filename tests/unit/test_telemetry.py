@@ -25,7 +25,7 @@ from megatron_dapo.data.samples import Group
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry import closing_table as report
 from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
-from megatron_dapo.telemetry.console import RUN_FIGURES, RunLine, StepTable, duration
+from megatron_dapo.telemetry.console import RUN_FIGURES, StepTable, duration
 from megatron_dapo.telemetry.sample_table import sample_table
 from megatron_dapo.telemetry.sinks import SINKS, Console, Record
 from megatron_dapo.telemetry.telemetry import NullTelemetry, Telemetry
@@ -232,15 +232,6 @@ def test_a_metrics_file_that_cannot_be_made_is_one_sentence(tmp_path):
         telemetry(tmp_path, "jsonl")
 
 
-def test_tensorboard_gets_the_scalars(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run(telemetry(tmp_path, "tensorboard"), steps=3)
-    events = EventAccumulator(str(RunFolder(tmp_path).tensorboard)).Reload()
-    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 0.3)]
-    assert [e.step for e in events.Scalars("val/accuracy")] == [0, 3]
-
-
 def hostile_groups() -> list[Group]:
     [group] = synthetic_groups(14, num_groups=1, n=20)
     samples = [replace(sample, response_text="</code>\n\n# I am a heading", reward=0.5) for sample in group.samples]
@@ -401,13 +392,6 @@ def test_the_console_says_once_in_a_row_that_cut_responses_are_paid(tmp_path, ca
     assert [line.partition(" of the truncated")[0] for line in said] == ["step 2: 34%", "step 6: 21%"]
 
 
-def test_the_last_line_leaves_out_unreported_figures():
-    line = RunLine()
-    assert line.line() is None
-    line.add({"reward/mean": 1.0, "response_length/max": 12.0})
-    assert line.line() == "all steps: longest response 12"
-
-
 def test_a_terminal_shows_one_remaining_time(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
@@ -435,11 +419,6 @@ def test_the_console_says_once_that_most_responses_are_cut(capsys):
     console.write(Record(5, {}, is_validation=False))
     said = [line.partition(" of the responses are cut") for line in capsys.readouterr().out.splitlines()]
     assert [first for first, words, _ in said if words] == ["held out: 75%", "step 1: 90%", "step 3: 51%"]
-
-
-def test_the_header_comes_again():
-    table = StepTable(total_steps=45)
-    assert [step for step in range(1, 46) if "reward" in table.line(step, {})] == [1, 21, 41]
 
 
 @pytest.mark.parametrize(
@@ -485,10 +464,6 @@ def test_the_closing_table_shows_the_cost_of_lost_servers():
     assert "servers that joined again 3" in lines
     assert "tokens/s, all servers there 150" in lines and "some away 75 -50% in 2 steps" in lines
     assert "some away" not in closing_table(Summary.of(steps[:1]))
-
-
-def test_the_closing_table_of_a_run_without_held_out_data_has_dashes():
-    assert "held-out accuracy                    -   -" in closing_table(Summary.of([{"step": 1, "time/step": 1.0}]))
 
 
 def test_other_ranks_make_the_same_calls():

@@ -6,9 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from checkpoints_tools import inspect_checkpoint
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing.manifest import write_manifest
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -63,18 +61,6 @@ def test_no_bar_is_shown_without_a_terminal(terminal, monkeypatch, why):
     assert terminal.getvalue() == ""
 
 
-def test_comparing_checksums_shows_a_bar_of_all_bytes(tmp_path, terminal, monkeypatch):
-    (tmp_path / "megatron").mkdir()
-    (tmp_path / "megatron" / "weights").write_bytes(b"7" * 1234)
-    monkeypatch.setattr("checkpoints_tools.contents.TensorFolder", NoTensors)
-    write_manifest(tmp_path, ["model"])
-    with redirect_stderr(terminal):
-        assert inspect_checkpoint.main([str(tmp_path)]) == 0
-        assert terminal.getvalue() == "", "sizes alone are looked up at once"
-        assert inspect_checkpoint.main([str(tmp_path), "--verify"]) == 0
-    assert "1,234 of 1,234" in terminal.getvalue()
-
-
 @pytest.mark.parametrize(
     ("tool", "option", "smallest"),
     [("hf_to_megatron", "--tp", 1), ("megatron_to_hf", "--pp", 1), ("verify_checkpoint", "--num-tokens", 0)],
@@ -85,13 +71,3 @@ def test_an_invalid_or_too_small_number_is_refused(tool, option, smallest, capsy
             import_module(f"checkpoints_tools.{tool}").main([option, wrong])
         assert end.value.code == 2
         assert f"argument {option}: {wrong} is not a whole number of at least {smallest}" in capsys.readouterr().err
-
-
-class NoTensors:
-    tensors, objects = {}, []
-
-    def __init__(self, path) -> None:
-        pass
-
-    def common(self) -> dict:
-        return {}

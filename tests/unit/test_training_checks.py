@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_dapo.platform.parallel import ParallelLayout
 from tests import training_checks as checks
 from tests.tiny_models import make_tiny
 
@@ -11,17 +10,6 @@ from tests.tiny_models import make_tiny
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
 
 pytestmark = pytest.mark.unit
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", layers=2, hidden=32, heads=4)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.weight_map import weight_entries
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.transformer_engine import EngineHere
 from megatron_dapo.training import in_use as in_use_module
 from megatron_dapo.training.distribute import StepDistributor
@@ -39,12 +38,6 @@ from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 pytestmark = pytest.mark.unit
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

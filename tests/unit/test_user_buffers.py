@@ -16,7 +16,6 @@ from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.user_buffers import make_user_buffers, release_user_buffers
-from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
 from tests.synthetic import synthetic_groups
@@ -33,12 +32,6 @@ WITH_BUFFERS = (
     f"{MEGATRON}.tensor_model_parallel_size=2",
     "trainer.n_procs_per_node=2",
 )
-
-
-@pytest.fixture(scope="module")
-def layout():
-    yield ParallelLayout.initialize()
-    ParallelLayout.shutdown()
 
 
 @pytest.fixture(scope="module")

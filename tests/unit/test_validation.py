@@ -14,17 +14,12 @@ from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.telemetry import NullTelemetry
-from tests.fake_rollout import RIGHT, Script, WritingServer, make_config, rollout_folder, run_in_folder, until
+from tests.fake_rollout import RIGHT, Script, WritingServer, make_config, run_in_folder, until
 
 pytestmark = pytest.mark.unit
 
 VAL_N = "actor_rollout_ref.rollout.val_n"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    yield from rollout_folder(tmp_path, monkeypatch)
 
 
 def val_file(folder, *sources):
