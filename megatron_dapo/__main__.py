@@ -216,7 +216,7 @@ def _config_reference(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_and_end() -> None:
+def run_and_end() -> None:
     """Run `main` and end this process after any failure.
 
     A library, or a thread in a hung storage call, may hold up the interpreter's end for ever. The
@@ -238,4 +238,4 @@ def _run_and_end() -> None:
 
 
 if __name__ == "__main__":
-    _run_and_end()
+    run_and_end()
