@@ -20,7 +20,7 @@ from megatron_dapo.common.files import flush_to_disk, write_whole
 Result = TypeVar("Result")
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _PACKAGES = ("megatron_dapo", "megatron-core", "torch")
 _NUM_THREADS = 8  # sha256 lets go of the interpreter; one thread reads some 1 GB/s
 

@@ -5,9 +5,9 @@ and `algorithm.filter_groups`, verl's dynamic sampling with other defaults.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_dapo.config.key_names import OVERLONG, SAMPLING
 from megatron_dapo.config.keys import keys_below, show
@@ -31,6 +31,7 @@ FILTER_GROUPS = {
     f"{_GROUPS}.on_exhausted": f"{SAMPLING}.on_exhausted",
 }
 _DEFAULTS = {f"{_GROUPS}.metric": "acc", f"{_GROUPS}.on_exhausted": "train_partial"}
+_NO_METRICS = ("strict", "remove_all_correct", "remove_all_incorrect", "none")  # modes by correctness
 SWITCHES = {MAIN_SWITCH: _TECHNIQUES} | {name: (key,) for name, key in FILTER_GROUPS.items()}
 """Names for more than one key, or with defaults of their own -> their keys."""
 
@@ -44,6 +45,14 @@ class Setting:
     """The file, or "override"."""
     spelling: str
     """The user's name of the key: its own or another."""
+    source: int = 0
+    """Number of the file or override, in the order of reading."""
+    replaced: "Setting | None" = None
+    """The setting of an earlier source."""
+
+    def ever(self, holds: Callable[["Setting"], bool]) -> bool:
+        """Return whether this setting or one that it replaced fulfils a condition."""
+        return holds(self) or (self.replaced is not None and self.replaced.ever(holds))
 
 
 def respelled(name: str) -> str:
@@ -81,20 +90,17 @@ def _resolve_main_switch(settings: dict[str, Setting]) -> Iterator[Mistake]:
     main = settings.pop(MAIN_SWITCH, None)
     techniques = {key: settings[key] for key in _TECHNIQUES if key in settings}
     if main is None:
-        for technique in techniques.values():
-            if technique.value is True and technique.spelling.startswith("algorithm.dapo."):
-                text = (
-                    f"{technique.spelling} is true ({technique.where}), but has no effect while {MAIN_SWITCH} is "
-                    f"false; set {MAIN_SWITCH} to true, or {technique.spelling} to false."
-                )
-                yield Mistake((), text)
+        if not any(technique.ever(_is_on_by_schema) for technique in techniques.values()):
+            yield from _without_main_switch(techniques.values())
     elif not isinstance(main.value, bool):
         for key in techniques:
             del settings[key]
         text = f"{MAIN_SWITCH} is {show(main.value)} ({main.where}), but must be true or false."
         yield Mistake(_TECHNIQUES, text)
     elif not main.value:
-        settings |= dict.fromkeys(techniques, main)
+        later = {key: technique for key, technique in techniques.items() if technique.source > main.source}
+        yield from _without_main_switch(later.values())
+        settings |= dict.fromkeys(techniques.keys() - later.keys(), main)
     elif all(technique.value is False for technique in techniques.values()):
         text = (
             f"{MAIN_SWITCH} is true ({main.where}), but does nothing by itself; enable {SAMPLING} or {OVERLONG}, "
@@ -103,32 +109,74 @@ def _resolve_main_switch(settings: dict[str, Setting]) -> Iterator[Mistake]:
         yield Mistake((), text)
 
 
+def _is_on_by_schema(technique: Setting) -> bool:
+    return technique.value is True and not technique.spelling.startswith("algorithm.dapo.")
+
+
+def _without_main_switch(techniques: Iterable[Setting]) -> Iterator[Mistake]:
+    """Yield a mistake for each technique that is enabled below a main switch that is off."""
+    for technique in techniques:
+        if technique.value is True and not _is_on_by_schema(technique):
+            text = (
+                f"{technique.spelling} is true ({technique.where}), but has no effect while {MAIN_SWITCH} is "
+                f"false; set {MAIN_SWITCH} to true, or {technique.spelling} to false."
+            )
+            yield Mistake((), text)
+
+
 def _resolve_filter_groups(settings: dict[str, Setting]) -> Iterator[Mistake]:
+    """Replace verl's section; of two sections the one that is on counts, or the later switch."""
     groups = {name: settings.pop(name) for name in FILTER_GROUPS if name in settings}
     others = {key: setting for key, setting in settings.items() if key.startswith(f"{SAMPLING}.")}
-    if groups and others and _is_off(groups, f"{_GROUPS}.enable"):
-        return
+    switch, other = groups.get(f"{_GROUPS}.enable"), others.get(f"{SAMPLING}.enable")
     if not groups:
+        return
+    if others and _is_off(switch):
+        if other is not None and switch.source > other.source:
+            settings[f"{SAMPLING}.enable"] = switch
+        yield from _in_vain(groups)
+        return
+    if others and _is_off(other) and switch is not None and other.source > switch.source:
         return
     for key in others:
         del settings[key]
-    if others and not _is_off(others, f"{SAMPLING}.enable"):
-        one, other = next(iter(groups.values())), next(iter(others.values()))
+    if others and not _is_off(other):
+        one, another = next(iter(groups.values())), next(iter(others.values()))
         text = (
-            f"{one.spelling} ({one.where}) and {other.spelling} ({other.where}) are two names of one section; give all "
-            f"its keys under one of them."
+            f"{one.spelling} ({one.where}) and {another.spelling} ({another.where}) are two names of one section; "
+            f"give all its keys under one of them."
         )
         yield Mistake(keys_below(SAMPLING), text)
         return
-    switch = groups.get(f"{_GROUPS}.enable")
     if switch is not None and switch.value is True:
         groups = {name: replace(switch, value=value, spelling=name) for name, value in _DEFAULTS.items()} | groups
+        yield from _wrong_metric(groups)
+    else:
+        groups = {name: setting for name, setting in groups.items() if setting.value != _DEFAULTS.get(name)}
     settings |= {FILTER_GROUPS[name]: setting for name, setting in groups.items()}
 
 
-def _is_off(settings: Mapping[str, Setting], switch: str) -> bool:
-    """Return whether the user switched a set of keys off."""
-    return switch in settings and settings[switch].value is False
+def _is_off(switch: Setting | None) -> TypeGuard[Setting]:
+    """Return whether a section was switched off by hand."""
+    return switch is not None and switch.value is False
+
+
+def _in_vain(groups: Mapping[str, Setting]) -> Iterator[Mistake]:
+    """Yield a mistake for each override of a section that is off."""
+    for name, setting in groups.items():
+        if setting.where == "override" and name != f"{_GROUPS}.enable":
+            yield Mistake(
+                (),
+                f"{name} is {show(setting.value)} (override), but has no effect while {_GROUPS}.enable is false; "
+                f"give {FILTER_GROUPS[name]}.",
+            )
+
+
+def _wrong_metric(groups: Mapping[str, Setting]) -> Iterator[Mistake]:
+    metric = groups[f"{_GROUPS}.metric"]
+    if isinstance(metric.value, str) and metric.value in _NO_METRICS:
+        text = f"{metric.spelling} is {show(metric.value)} ({metric.where}), but must name a metric, such as acc."
+        yield Mistake((f"{SAMPLING}.filter_mode",), text)
 
 
 def spellings_of(settings: Mapping[str, Setting]) -> dict[str, str]:

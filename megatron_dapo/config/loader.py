@@ -35,13 +35,15 @@ MAX_UNKNOWN = 20  # searches for the nearest known key: each takes some millisec
 SAME_LAST_COMPONENT = 0.9  # the likeness of two words of ten letters with one difference
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Collected:
     """Settings of known keys, mistakes, and names of unknown keys, collected so far."""
 
     settings: dict[str, Setting] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    source: int = 0
+    """Number of the base, the file or the override that is being read."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ def _collect_file(path: Path, collected: _Collected) -> None:
     if EXTENDS in tree:
         _collect_base(path, tree.pop(EXTENDS), collected)
     _collect(tree, "", str(path), collected)
+    collected.source += 1
 
 
 def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
@@ -156,6 +159,7 @@ def _collect_base(path: Path, value: Any, collected: _Collected) -> None:
         collected.mistakes.append(Mistake(keys_below(""), f"{subject} {base} extends a file, too; {cure}."))
         return
     _collect(tree, "", str(base), collected)
+    collected.source += 1
 
 
 def _read_file(path: Path, subject: str, mistakes: list[Mistake]) -> dict[str, Any]:
@@ -212,6 +216,7 @@ def _apply_override(override: str, collected: _Collected) -> None:
         name = parent.name
     head, _, last = name.rpartition(".")
     _collect({last: value}, head, _OVERRIDE, collected)
+    collected.source += 1
 
 
 def _meant(name: str) -> tuple[str, ...]:
@@ -245,7 +250,7 @@ def _collect(tree: dict, prefix: str, where: str, collected: _Collected) -> None
             if earlier is not None and earlier.where == where != _OVERRIDE:
                 both = "" if earlier.spelling == name else f", as {earlier.spelling} and as {name}"
                 collected.mistakes.append(Mistake(_meant(key), f"{key} is given twice in {where}{both}; keep one."))
-            collected.settings[key] = Setting(value, where, name)
+            collected.settings[key] = Setting(value, where, name, collected.source, earlier)
         elif key not in known_sections() and not names_in(key):
             collected.unknown.append(name[:200])
             if len(collected.unknown) <= MAX_UNKNOWN:
@@ -274,7 +279,7 @@ def _unknown(name: str, value: Any, where: str) -> Mistake:
         candidates = [section for section in known_sections() if section]
         candidates += [key.name for key in known_keys().values() if key.is_mapping]
     else:
-        candidates = list(known_keys())
+        candidates = [*known_keys(), *SWITCHES]
     near = nearest(name, candidates)
     cure = (
         f"the nearest known key is {near}"

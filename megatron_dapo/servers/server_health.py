@@ -87,7 +87,10 @@ class StartEvent(Enum):
 
 
 _START_STATES: Mapping[StartState, Mapping[StartEvent, StartState]] = {
-    StartState.STOPPED: {StartEvent.STARTED: StartState.STARTING},
+    StartState.STOPPED: {
+        StartEvent.STARTED: StartState.STARTING,
+        StartEvent.STOPPED: StartState.STOPPED,  # a stop that failed halfway is repeated
+    },
     StartState.STARTING: {
         StartEvent.HEALTHY: StartState.WORKING,
         StartEvent.ENDED: StartState.WAITING,

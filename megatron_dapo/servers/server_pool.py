@@ -297,6 +297,7 @@ class ServerPool:
         """Take in an event; log the news if it changes the state."""
         state = server.state.after(event)
         if state is server.state:
+            self._account()  # the clock of "all are down" may have been stopped
             return
         if news:
             log.warning("server %s %s", server.url, news)

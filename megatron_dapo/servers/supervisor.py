@@ -98,8 +98,9 @@ class SupervisedServer:
         """Start its process, the first time or again."""
         if self.current is not None:
             self.current.files.remove()
-        self.state = self.state.after(StartEvent.STARTED)
+        state = self.state.after(StartEvent.STARTED)
         self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
+        self.state = state  # a process that could not be started has changed nothing
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
 
     def begin_watch(self, current: ServerStart, watch: ServerWatch) -> None:

@@ -125,7 +125,7 @@ def test_without_contents_only_sizes_are_compared(checkpoint):
 
 def test_a_folder_of_a_newer_format_is_refused_with_both_versions(checkpoint, monkeypatch):
     monkeypatch.setattr("megatron_dapo.checkpointing.manifest.FORMAT_VERSION", 0)
-    with pytest.raises(UserError, match="format version 1, this program reads 0"):
+    with pytest.raises(UserError, match="format version 2, this program reads 0"):
         read_manifest(checkpoint)
 
 

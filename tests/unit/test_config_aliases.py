@@ -72,6 +72,46 @@ def test_the_main_switch_of_the_command_line_switches_a_recipe_off_and_back_on(l
     assert on.dynamic_sampling.enable and on.overlong_reward_shaping.enable
 
 
+ON = f"{SECTION}.enable: true"
+LATER = {  # a file, and overrides -> the file in names of the schema
+    (f"{GROUPS}.enable: true", f"{SECTION}.enable=false"): f"{SECTION}.enable: false",
+    (f"{SECTION}: {{enable: true, filter_mode: acc}}", f"{GROUPS}.enable=false"): (
+        f"{SECTION}: {{enable: false, filter_mode: acc}}"
+    ),
+    (f"{GROUPS}.enable: false", f"{SECTION}.enable=true"): ON,
+    (f"{DAPO}.enable: false", f"{SECTION}.enable=true"): ON,
+    (f"{DAPO}: {{enable: false, dynamic_sampling: {{enable: true}}}}", f"{SECTION}.enable=true"): ON,
+    (ON, f"{DYNAMIC}.enable=true"): ON,
+    (ON, f"{OVERLONG}.enable=true", f"{OVERLONG}.buffer_len=9"): (
+        f"{ON}\nalgorithm.overlong_reward_shaping: {{enable: true, buffer_len: 9}}"
+    ),
+    (f"{GROUPS}: {{metric: acc, on_exhausted: train_partial}}",): "",
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_of_two_names_the_later_one_counts(load, case):
+    assert load(*case).algorithm == load(LATER[case]).algorithm
+
+
+IN_VAIN = {  # a file, and overrides -> words of the one sentence
+    (ON + f"\n{GROUPS}.enable: false", f"{GROUPS}.metric=score"): [
+        f"{GROUPS}.metric is 'score' (override), but has no effect",
+        f"give {SECTION}.filter_mode",
+    ],
+    (f"{DAPO}.enable: false", f"{DYNAMIC}.enable=true"): [f"{DYNAMIC}.enable is true (override), but has no effect"],
+    (f"{GROUPS}: {{enable: true, metric: none}}",): [f"{GROUPS}.metric is 'none'", "must name a metric"],
+    ("", "dapo.enable=true"): ["Unknown key dapo.enable", f"the nearest known key is {DAPO}.enable"],
+    ("", f"{GROUPS}.enabel=true"): ["Unknown key", f"the nearest known key is {GROUPS}.enable"],
+}
+
+
+@pytest.mark.parametrize("case", IN_VAIN)
+def test_a_name_without_an_effect_is_refused(sentences, case):
+    (sentence,) = sentences(*case)
+    assert [word for word in IN_VAIN[case] if word not in sentence] == []
+
+
 MISTAKES = {  # a file -> words of its one sentence
     f"{DYNAMIC}.enable: true": [f"{DYNAMIC}.enable is true", f"{DAPO}.enable is false; set {DAPO}.enable to true"],
     f"{OVERLONG}.enable: true": [f"{OVERLONG}.enable is true", f"{DAPO}.enable is false"],

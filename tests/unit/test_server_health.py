@@ -21,7 +21,7 @@ SERVERS = {
 # columns: in the order of StartEvent; None: it cannot happen
 STARTS = {
     #           started, healthy, ended, stopped
-    STOPPED: (STARTING, None, None, None),
+    STOPPED: (STARTING, None, None, STOPPED),
     STARTING: (None, WORKING, WAITING, STOPPED),
     WORKING: (None, None, WAITING, STOPPED),
     WAITING: (STARTING, None, None, STOPPED),

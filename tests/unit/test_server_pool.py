@@ -381,3 +381,21 @@ def test_all_servers_lost_for_too_long_ends_the_step_naming_them_and_its_groups_
         assert len(controller.state_dict()["queue"]["open"]) == 4, "the step can be saved as it is"
 
     run(folder, scenario, overrides=[f"{STARTUP}=0.5"])
+
+
+def test_all_servers_count_as_down_from_the_next_failed_look_on_after_a_step_that_was_given_up(tmp_path):
+    file = tmp_path / "servers.txt"
+    file.write_text("http://127.0.0.1:1\n")
+
+    async def scenario():
+        pool = ServerPool(ServerList(file=file), max_concurrency=1, down_timeout_s=1.0, probe_interval_s=0.05)
+        expecting = asyncio.create_task(pool.expect(1))
+        await asyncio.sleep(0)
+        expecting.cancel()
+        await asyncio.wait([expecting])
+        pool._all_down_since = None
+        pool.mark_down(pool.servers[0], "refused")
+        assert pool._all_down_since is not None
+        await pool.close()
+
+    asyncio.run(scenario())
