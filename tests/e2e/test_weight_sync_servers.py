@@ -40,7 +40,7 @@ pytestmark = pytest.mark.e2e
 
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
-LONG = 1000  # tokens: more than servers write during five pushes, also on a busy machine
+LONG = 2000  # tokens: more than servers write during five pushes, also on a busy machine
 STRIDE = 10  # tokens of every response between two pushes, at least
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
@@ -70,7 +70,7 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             f"actor_rollout_ref.model.path={made}",
             f"trainer.run_dir={folder}/run",
             f"{rollout}.num_servers=2",
-            f"{rollout}.max_total_tokens=4096",
+            f"{rollout}.max_total_tokens=8192",
         ],
     )
     supervisor = ServerSupervisor(config, folder)

@@ -91,7 +91,7 @@ def row_divergence(
     share_N = logits_NV.new_zeros(num_rows, dtype=torch.float32)
     if num_rows and num_columns:
         tiles = tiles or _tiles(logits_NV)
-        _row_divergence_kernel[(num_rows,)](
+        row_divergence_kernel[(num_rows,)](
             _checked(logits_NV),
             _checked(reference_NV),
             inv_temperature_N.contiguous(),
@@ -217,7 +217,7 @@ def _joined(m, s, u, x, WANT_ENTROPY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
-def _row_divergence_kernel(
+def row_divergence_kernel(
     logits,
     reference,
     inv_temperature,
