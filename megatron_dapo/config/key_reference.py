@@ -45,7 +45,7 @@ key.
 `{MAIN_SWITCH}` must be true where `algorithm.dapo` enables a technique. False switches
 `{SAMPLING}` and `{OVERLONG}` off. With
 `algorithm.filter_groups.enable`, `metric` is acc and `on_exhausted` is train_partial by default; no other
-name of the section may stand beside it.
+name of the section may stand beside it. Of a base, a file and overrides the later counts, by whichever name.
 
 | spelling | means |
 |---|---|"""
