@@ -91,6 +91,11 @@ def uses_servers(config: Config) -> bool:
     return not (config.trainer.replay or config.trainer.synthetic_batch or config.sft.enable)
 
 
+def shares_gpus(config: Config) -> bool:
+    """Return whether trainer and servers use the same GPUs in turns."""
+    return config.actor_rollout_ref.hybrid_engine and uses_servers(config)
+
+
 def starts_servers(config: Config) -> bool:
     """Return whether launch/ starts servers for the run: it uses some, and none are given.
 

@@ -124,6 +124,12 @@ class RunFolder:
         """Return the path of the lock of the active run."""
         return self.path / ".lock"
 
+    @property
+    def lease(self) -> Path:
+        """Return the folder that says who has the GPUs of a run with `hybrid_engine`; see
+        `storage.lease`."""
+        return self.path / "lease"
+
     def unresponsive(self, url: str) -> Path:
         """Return the path of the note that tells a server's supervisor that the server did not
         answer."""

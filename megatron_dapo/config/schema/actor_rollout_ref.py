@@ -25,6 +25,7 @@ T = TypeVar("T")
 OfBuiltInLoss = Annotated[T, ActsIf(Is("loss_function", None))]
 WithLora = Annotated[T, ActsIf(IsNot("lora_rank", 0))]
 WHILE_REPLAYING = ActsIf(IsOn("exp_manager.experience_replay.enable"))
+ON_SHARED_GPUS = ActsIf(IsOn("actor_rollout_ref.hybrid_engine"))
 
 
 class ModelConfig(Section):
@@ -100,6 +101,11 @@ class MegatronConfig(Section):
     optimizer_offload_fraction: MayChangeOnResume[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.0
     """Share of the optimizer's state (float32 weights, Adam's moments) that is kept, and stepped, in the machine's
     memory in place of the GPU's; needs Transformer Engine and use_distributed_optimizer."""
+    param_offload: Annotated[MayChangeOnResume[bool], ON_SHARED_GPUS] = True
+    """While servers are awake, keep the weights in the machine's memory in place of the GPU's, those of the reference
+    and the critic too."""
+    optimizer_offload: Annotated[MayChangeOnResume[bool], ON_SHARED_GPUS] = True
+    """While servers are awake, keep the optimizer's state (float32 weights, Adam's moments) in the machine's memory."""
     exp_avg_dtype: Literal["float32", "bfloat16"] = "float32"
     """Adam's first moment: bfloat16 saves 2 bytes per parameter; needs Transformer Engine and
     use_distributed_optimizer."""
@@ -284,3 +290,6 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
     rollout: RolloutConfig = RolloutConfig()
+    hybrid_engine: MayChangeOnResume[bool] = False
+    """Trainer and servers use the same GPUs in turns (docs/colocated.md): servers sleep while the trainer trains, and
+    the trainer's memory is parked while they sample. Needs max_staleness 0."""
