@@ -11,7 +11,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import Messages, Tokenizer
 from megatron_dapo.rewards.batches import Batches
-from megatron_dapo.servers.client import KeyRefused, ServerError, SGLangClient
+from megatron_dapo.servers.client import SGLangClient
+from megatron_dapo.servers.server_error import KeyRefused, ServerError
 
 _BATCH_SIZE = 32
 _NUM_CALLS = 4  # batches under way: the server joins them

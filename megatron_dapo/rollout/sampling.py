@@ -28,7 +28,8 @@ from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
-from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError
+from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
+from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_pool import ServerPool
 
 log = logging.getLogger(__name__)

@@ -30,42 +30,19 @@ from megatron_dapo.data.token_arrays import (
     token_array,
 )
 from megatron_dapo.servers.request_pipeline import RequestPipeline
+from megatron_dapo.servers.server_error import BODY_HEAD, KeyRefused, ServerError
 from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
-from megatron_dapo.storage.server_key import CURE, key_header
+from megatron_dapo.storage.server_key import key_header
 
 FOREIGN_VERSION = -1
 """Weight version of a server without a push of ours (SGLang names it "default")."""
 
-BODY_HEAD = 600
 CALL_TIMEOUT_S = 600.0  # checksums and weights of a large model take minutes
 POLL_INTERVAL_S = 0.25
 # A server closes a connection after 5 idle seconds (SGLANG_TIMEOUT_KEEP_ALIVE). Ours ends before,
 # even if this process hears of it late: else a request meets a connection just closed, and fails.
 IDLE_CONNECTION_S = 2.0
 _LOADS = "/v1/loads?include=core"
-
-
-class ServerError(RuntimeError):
-    """A server refused, failed, did not answer in time, or gave a senseless answer."""
-
-    def __init__(self, url: str, route: str, status: int | None, body: str) -> None:
-        self.url = url
-        self.route = route
-        self.status = status  # of HTTP; None without an answer
-        self.body = body[:BODY_HEAD]
-        # all arguments, so that the error survives pickling
-        super().__init__(url, route, status, self.body)
-
-    def __str__(self) -> str:
-        answer = "no answer" if self.status is None else f"HTTP {self.status}"
-        return f"server {self.url}, {self.route}: {answer}: {self.body}"
-
-
-class KeyRefused(ServerError):
-    """A server demands a key: another one than it was sent, or any."""
-
-    def __str__(self) -> str:
-        return f"server {self.url} {self.body} ({self.route}: HTTP {self.status}); {CURE}."
 
 
 @dataclass(frozen=True)

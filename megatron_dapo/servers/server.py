@@ -5,7 +5,8 @@ import uuid
 from dataclasses import dataclass, field
 
 from megatron_dapo.data.token_arrays import TokenIds
-from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, ServerError, SGLangClient
+from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_health import ServerState
 
 

@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager, suppress
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
-from megatron_dapo.servers.client import FOREIGN_VERSION, KeyRefused, ServerError, SGLangClient
+from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
+from megatron_dapo.servers.server_error import KeyRefused, ServerError
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
 from megatron_dapo.servers.server_list import ServerList
 

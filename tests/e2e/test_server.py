@@ -9,7 +9,8 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.servers.client import Generation, SamplingParams, ServerError, SGLangClient
+from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.server_error import ServerError
 from tests.tiny_models import EOS_ID
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from megatron_dapo.config.loader import load_config
-from megatron_dapo.servers.client import SamplingParams, ServerError, SGLangClient
+from megatron_dapo.servers.client import SamplingParams, SGLangClient
+from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.servers import client as client_module
-from megatron_dapo.servers.client import FOREIGN_VERSION, SamplingParams, ServerError, SGLangClient, generation_of
+from megatron_dapo.servers.client import FOREIGN_VERSION, SamplingParams, SGLangClient, generation_of
+from megatron_dapo.servers.server_error import ServerError
 
 pytestmark = pytest.mark.unit
 

@@ -21,7 +21,7 @@ from megatron_dapo.__main__ import main
 from megatron_dapo.commands.evaluation.answer_file import AnswerFile
 from megatron_dapo.rewards.worker_pool import WorkerLost
 from megatron_dapo.servers import supervisor
-from megatron_dapo.servers.client import ServerError
+from megatron_dapo.servers.server_error import ServerError
 from tests.answer_records import ANSWER
 from tests.fake_rollout import RIGHT, WORDS, WRONG, Script, rollout_folder, server_in_thread
 from tests.helpers import REPOSITORY

@@ -13,8 +13,9 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.servers.client import KeyRefused, ServerError, SGLangClient
+from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.request_pipeline import Answer, RequestPipeline, _Connection
+from megatron_dapo.servers.server_error import KeyRefused, ServerError
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.unit

@@ -18,7 +18,7 @@ from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rollout import reward_model_client as reward_model
 from megatron_dapo.rollout.build_rollout import make_reward_model
 from megatron_dapo.rollout.reward_model_client import RewardModel
-from megatron_dapo.servers.client import ServerError
+from megatron_dapo.servers.server_error import ServerError
 
 pytestmark = pytest.mark.unit
 

@@ -18,8 +18,9 @@ from megatron_dapo.queue.step_statistics import StepStatistics
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import Budget
-from megatron_dapo.servers.client import Generation, SamplingParams, ServerError
+from megatron_dapo.servers.client import Generation, SamplingParams
 from megatron_dapo.servers.server import Server
+from megatron_dapo.servers.server_error import ServerError
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
 from tests.synthetic import synthetic_groups
 

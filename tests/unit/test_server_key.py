@@ -18,8 +18,9 @@ from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.servers.client import KeyRefused, SGLangClient
+from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.keyed_sglang import KeyGuard
+from megatron_dapo.servers.server_error import KeyRefused
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.supervisor import ServerSupervisor

@@ -145,7 +145,7 @@ class _Evaluation:
         from megatron_dapo.commands.evaluation import answering
         from megatron_dapo.common.rollout_errors import RolloutError, ServersMissing
         from megatron_dapo.rewards.worker_pool import WorkerLost
-        from megatron_dapo.servers.client import ServerError
+        from megatron_dapo.servers.server_error import ServerError
         from megatron_dapo.servers.supervisor import ServerFailure
 
         step = _step_of(self._named)
