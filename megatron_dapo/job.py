@@ -19,8 +19,9 @@ from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, drop_experts
+from megatron_dapo.placement import OwnGpus, SharedGpus, start_placement
 from megatron_dapo.platform import watchdog
-from megatron_dapo.platform.device import device, is_gpu, peak_memory
+from megatron_dapo.platform.device import is_gpu, peak_memory
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.rollout.batch_source import BatchSource
 from megatron_dapo.rollout.start import start_rollout
@@ -32,12 +33,8 @@ from megatron_dapo.run_setup import (
     save_model,
     trained_model,
 )
-from megatron_dapo.servers.client import SGLangClient
-from megatron_dapo.servers.server_list import ServerList
-from megatron_dapo.servers.server_watch import report_unresponsive
 from megatron_dapo.storage.model_folder import CRITIC, MEGATRON
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.telemetry import performance
 from megatron_dapo.telemetry.closing_table import has_validation
 from megatron_dapo.telemetry.performance import PhaseWork, RankPeak
@@ -48,7 +45,6 @@ from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.roles import make_critic, make_reference
 from megatron_dapo.training.token_dumps import TokenDumps
-from megatron_dapo.weight_sync.sync import NoServers, WeightSync
 
 Answer = TypeVar("Answer")
 
@@ -71,6 +67,7 @@ class Job:
         rollout: BatchSource | None,
         run: RunFolder,
         start: Start,
+        placement: OwnGpus | SharedGpus,
     ) -> None:
         """Build the models. Collective. rollout: on rank 0, None elsewhere."""
         self.config = config
@@ -83,7 +80,10 @@ class Job:
         self.critic = make_critic(config, layout, weight_loader(start, "critic"), telemetry.phase)
         model = self.policy.model
         self.distributor = StepDistributor(config, layout, model.spec, model.routed_layers)
-        self.weights = self._weight_sync() if uses_servers(config) else NoServers()
+        self.placement = placement
+        reference, critic_model = self.reference.model, self.critic.model
+        placement.hold(self.policy.weight_source(), (self.policy, reference, critic_model))
+        self._saved_step: int | None = None  # before its push
         self._num_rejoins = 0  # of servers, in pushes between two steps
         self._num_optimizer_steps = 0  # of the last step
         self._updated_step = 0  # the last one with an update begun
@@ -93,28 +93,21 @@ class Job:
         self._groups: list[Group] | None = None  # of the step, on rank 0
         kl_ctrl = config.algorithm.kl_ctrl
         self.kl_controller = KL_CONTROLLERS[kl_ctrl.type](kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
-        critic = trained_model(CRITIC, self.critic.model) if self.critic.model is not None else None
+        critic = trained_model(CRITIC, critic_model) if critic_model is not None else None
         trained = Trained(trained_model(MEGATRON, self.policy), critic, self.kl_controller, rollout)
         self.checkpoints = RunCheckpoints(config, run, layout, trained, start)
 
-    def _weight_sync(self) -> WeightSync:
-        api_key = given_server_key(self.config)
-        return WeightSync(
-            self.policy.weight_source(),
-            ServerList.of_config(self.config.actor_rollout_ref.rollout).read_or_keep,
-            lambda url: SGLangClient(url, api_key),
-            self.layout,
-            self.config.weight_sync,
-            device(),
-            report_unresponsive=partial(report_unresponsive, self.run),
-            phase=self.telemetry.phase,
-        )
-
     def wait_for_rollout(self) -> None:
         """Wait until prompts are read and every server is healthy. Servers start while the models
-        are built."""
+        are built; on shared GPUs before that."""
         with self.telemetry.phase("start"):
             self._ask_rollout(0, lambda rollout: rollout.wait_ready())
+
+    def begin_training(self) -> None:
+        """Give the trainer the GPUs if it shares them: validation ends, and the servers sleep."""
+        if self.placement.saves_first:
+            self.finish_validation()
+            self.placement.to_trainer()
 
     def next_batch(self, step: int) -> tuple[list[Group] | None, dict[str, float]]:
         """Return the step's groups and the rollout's metrics, on rank 0."""
@@ -194,7 +187,7 @@ class Job:
         Return the seconds per phase, the number of servers with the weights, and the rejoins since
         the last call. Pushes between two steps count. Without servers: {}.
         """
-        report = self.weights.push(version)
+        report = self.placement.push(version)
         num_rejoins = self._num_rejoins + report.num_rejoins
         self._num_rejoins = 0
         return report.metrics(num_rejoins)
@@ -295,8 +288,16 @@ class Job:
             self.telemetry.log(step, metrics, groups)
             raise
 
+    def save_before_push(self, step: int, metrics: dict[str, float]) -> None:
+        """Do the same as `save` on shared GPUs: afterwards the servers have the memory."""
+        if self.placement.saves_first:
+            self.save(step, metrics)
+            self._saved_step = step
+
     def save(self, step: int, metrics: dict[str, float]) -> None:
         """Save a checkpoint if one is due. Raises RunStopped if the run was asked to stop."""
+        if step == self._saved_step:
+            return
         with self.telemetry.phase("checkpoint"):
             is_stopped = self.checkpoints.after_step(step, _optimizer_steps(metrics))
         if is_stopped:
@@ -315,6 +316,7 @@ class Job:
     def finish(self) -> None:
         """Wait, after the last step, for the background save, then save the model, also after a
         failure of that save. Raises JobError, or UserError, on all ranks."""
+        self.placement.to_trainer()
         try:
             with self.telemetry.phase("checkpoint"):
                 self.checkpoints.finish()
@@ -349,7 +351,7 @@ class Job:
         for _ in range(_MAX_SYNCS):
             if not agreement.leader("rollout", needs_sync):
                 return answer
-            self._num_rejoins += self.weights.push(version).num_rejoins
+            self._num_rejoins += self.placement.push(version).num_rejoins
         raise RolloutError(f"servers still lack weight version {version} after {_MAX_SYNCS} pushes; see their logs.")
 
     @contextmanager
@@ -362,6 +364,7 @@ class Job:
             yield
         except (RolloutError, UserError) as error:
             try:
+                self.placement.to_trainer()
                 with self.telemetry.phase("checkpoint"):
                     was_handed = isinstance(error, ForeignSamples)
                     is_stopped = self.checkpoints.rescue(step, num_steps, was_handed)
@@ -420,11 +423,20 @@ def running_job(config: Config) -> Iterator[Job]:
             ranks.watchdog.on_alarm = rollout.dump_stacks
         telemetry = open_telemetry(config, ranks, start) if is_leader else NullTelemetry()
         stack.callback(telemetry.close)
-        job = Job(config, ranks.layout, telemetry, rollout, ranks.run, start)
-        stack.callback(job.weights.close)
+        placement = start_placement(config, ranks.layout, ranks.run, telemetry.phase)
+        stack.callback(placement.close)
+        if placement.saves_first:  # SGLang's cache is as large as the memory that it finds
+            ranks.layout.agreement.raising(RolloutError).leader("rollout", _wait_ready, rollout)
+        placement.to_trainer()
+        job = Job(config, ranks.layout, telemetry, rollout, ranks.run, start, placement)
         if is_leader:
             print_line(in_use(job.policy.model, job.policy.state))
         yield job
+
+
+def _wait_ready(rollout: BatchSource | None) -> None:
+    assert rollout is not None, "rank 0 has the rollout"
+    rollout.wait_ready()
 
 
 def _rollout_timeout_s(config: Config) -> float:

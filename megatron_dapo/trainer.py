@@ -21,12 +21,14 @@ def train(config: Config) -> bool:
         with job.checkpoints:
             for step in range(start + 1, config.trainer.total_training_steps + 1):
                 groups, metrics = job.next_batch(step)  # every group carries signal
+                job.begin_training()  # on shared GPUs: the servers sleep
                 shard = job.distribute(step, groups)  # mini-batches fixed, then cut by rank
                 shard, score_metrics = job.score(step, shard)  # log-probs, values; advantages
                 critic_metrics = job.update_critic(shard)  # if there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics
                 with job.logged_if_lost(step, metrics, groups):
+                    job.save_before_push(step, actor_metrics)  # if due, on shared GPUs
                     job.finish_validation()  # if under way: the next weights must not answer it
                     sync_metrics = job.push_weights(version=step)  # servers confirm the version
                 perf_metrics = job.performance(groups, metrics)  # how well the ranks were used

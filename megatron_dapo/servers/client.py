@@ -350,6 +350,38 @@ class SGLangClient:
             raise ServerError(self.url, route, None, f"{type(error).__name__}: {error}") from error
         self._require_success(route, self._content(route, answer.status, answer.content_type, answer.body))
 
+    async def update_weights_from_tensor(
+        self,
+        serialized: Sequence[str],
+        *,
+        weight_version: int,
+        flush_cache: bool,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Load a flat bucket that lies on the server's own devices.
+
+        serialized: for each tensor-parallel rank, a handle of its copy; a rank without one ends the
+            server.
+        """
+        fields = {
+            "serialized_named_tensors": list(serialized),
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+            "weight_version": str(weight_version),
+        }
+        await self.post("/update_weights_from_tensor", fields, timeout_s)
+
+    async def release_memory(self, tags: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Have a paused server free the memory of these tags; a running one would die of it."""
+        await self.post("/release_memory_occupation", {"tags": list(tags)}, timeout_s)
+
+    async def resume_memory(self, tags: Sequence[str], timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Have a server take the memory of released tags again; weights are then garbage.
+
+        A tag that was not released ends the server.
+        """
+        await self.post("/resume_memory_occupation", {"tags": list(tags)}, timeout_s)
+
     async def checksums(self, timeout_s: float = CALL_TIMEOUT_S) -> tuple[dict[str, str], ...]:
         """Return per tensor-parallel rank: SGLang's tensor name -> checksum of its bytes."""
         answer = await self.post("/weights_checker", {"action": "checksum"}, timeout_s)

@@ -115,6 +115,12 @@ def plan_for(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: 
     return plan_buckets(specs, bucket_bytes, bucket_bytes)
 
 
+def handle_plan(device: torch.device, specs: Sequence[TensorSpec], bucket_size_mb: int) -> Plan:
+    """Return the plan of a push by handles: every bucket is one buffer."""
+    bucket_bytes = min(bucket_size_mb * MIB, CPU_BUCKET_BYTES) if device.type == "cpu" else bucket_size_mb * MIB
+    return plan_buckets(specs, bucket_bytes, bucket_bytes)
+
+
 def _units(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
     """Return the tensors in their order, linked ones in one list."""
     units: list[list[TensorSpec]] = []

@@ -22,7 +22,7 @@ from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 log = logging.getLogger(__name__)
 
 CLEANUP_SHARE = 0.4
-"""Of the reserve (see `sync.RESERVE_S`): for letting the surviving servers go on after a
+"""Of the reserve (see `push.RESERVE_S`): for letting the surviving servers go on after a
 failure."""
 
 LAST_SHARE = 0.2

@@ -149,17 +149,11 @@ class Sender:
     def pack(self, index: int, bucket: Bucket, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors to broadcast for bucket number `index`: its flat buffer, or its
         tensors one by one."""
-        for spec, tensor in zip(bucket.specs, tensors, strict=True):
-            if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype:
-                raise WeightSyncError(f"{spec.name}: gathered {tuple(tensor.shape)} {tensor.dtype}, planned {spec}")
+        check_gathered(bucket, tensors)
         if not bucket.flat:
             return [tensor.detach().to(self._device).contiguous() for tensor in tensors]
         flat = self._buffers[index % BUCKETS_IN_FLIGHT][: bucket.num_bytes]
-        start = 0
-        for tensor in tensors:
-            size = tensor.numel() * tensor.itemsize
-            flat[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-            start += size
+        fill(flat, tensors)
         return [flat]
 
     def start(
@@ -220,6 +214,22 @@ class Sender:
         for call in self._requests:
             call.answer.cancel()
         self._requests = []
+
+
+def check_gathered(bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+    """Raise WeightSyncError if tensors differ from the bucket's plan in shape or dtype."""
+    for spec, tensor in zip(bucket.specs, tensors, strict=True):
+        if tuple(tensor.shape) != tuple(spec.shape) or tensor.dtype != spec.dtype:
+            raise WeightSyncError(f"{spec.name}: gathered {tuple(tensor.shape)} {tensor.dtype}, planned {spec}")
+
+
+def fill(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into a buffer of bytes, one after the other."""
+    start = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.itemsize
+        flat[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        start += size
 
 
 def _destroy(name: str) -> Callable[[ServerControl], Awaitable[None]]:

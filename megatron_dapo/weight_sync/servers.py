@@ -72,6 +72,12 @@ class ServerControl(Protocol):
         load_format: str | None,
     ) -> None: ...
 
+    async def update_weights_from_tensor(
+        self, serialized: Sequence[str], *, weight_version: int, flush_cache: bool
+    ) -> None: ...
+
+    async def release_memory(self, tags: Sequence[str]) -> None: ...
+    async def resume_memory(self, tags: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -177,13 +183,18 @@ async def pause(server: ServerControl, mode: PauseMode, known: Mapping[str, Serv
     await server.pause(mode)
     if mode == "in_place":
         await asyncio.sleep(FINISH_BATCH_S)
+    await open_session(server)
+    return member
+
+
+async def open_session(server: ServerControl) -> None:
+    """Open an update session, in place of one left open by a trainer that died."""
     try:
         await server.begin_weight_update()
     except Exception:
         # a refusal has the client's own type; had it another reason, the calls below meet it again
-        await server.end_weight_update()  # that of a trainer that died
+        await server.end_weight_update()
         await server.begin_weight_update()
-    return member
 
 
 async def resume(server: ServerControl) -> None:

@@ -131,7 +131,41 @@ class Gatherer(Bystander):
             yield name, specs, self._source.gather(list(specs))
 
 
-class StageSource(Gatherer):
+class Comparer(Gatherer):
+    """The role of a stage's source rank in a comparison: it has the gathered weights."""
+
+    def __init__(
+        self, source: Source, plan: Plan, layout: ParallelLayout, config: WeightSyncConfig, device: torch.device
+    ) -> None:
+        super().__init__(source, plan, layout, config)
+        self._device = device
+
+    def compare(self, version: int, sums: Checksums) -> int:
+        wrong: list[str] = []
+        num_compared = 0
+        for name, specs, tensors in self._samples(version):
+            num_compared += 1
+            values = [tensor.to(self._device) for tensor in whole(tensors)]
+            for url, ranks in sums.items():
+                if not self._is_equal(name, specs, values, ranks):
+                    wrong.append(f"{name} on server {url}")
+        if wrong:
+            raise WeightSyncError(f"verify: version {version} differs from the trainer's weights: {', '.join(wrong)}")
+        return num_compared
+
+    def _is_equal(
+        self, name: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], ranks: Sequence[Mapping[str, str]]
+    ) -> bool:
+        """Return whether each tensor-parallel rank of a server has the checksum of its part of the
+        parameter."""
+        for rank, sums in enumerate(ranks):
+            accepted = accepted_tensors(specs, tensors, rank, len(ranks))
+            if not any(sums.get(name) == checksum(tensor) for tensor in accepted):
+                return False
+        return True
+
+
+class StageSource(Comparer):
     """The role of the rank that holds the stage's gathered weights, and sends them."""
 
     def __init__(
@@ -143,9 +177,8 @@ class StageSource(Gatherer):
         sender: Sender,
         device: torch.device,
     ) -> None:
-        super().__init__(source, plan, layout, config)
+        super().__init__(source, plan, layout, config, device)
         self._sender = sender
-        self._device = device
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
         if stage == self._stage:
@@ -182,7 +215,7 @@ class StageSource(Gatherer):
             try:
                 self._settle(in_flight, BUCKETS_IN_FLIGHT - 1, deadline)  # frees a buffer
                 watch.lap("send")
-                payload = self._sender.pack(index, bucket, _whole(tensors))
+                payload = self._sender.pack(index, bucket, whole(tensors))
                 watch.lap("gather")
                 if is_last:
                     self._settle(in_flight, 0, deadline)
@@ -201,30 +234,6 @@ class StageSource(Gatherer):
         out."""
         while len(in_flight) > num_left:
             self._sender.settle(in_flight.popleft(), deadline)
-
-    def compare(self, version: int, sums: Checksums) -> int:
-        wrong: list[str] = []
-        num_compared = 0
-        for name, specs, tensors in self._samples(version):
-            num_compared += 1
-            values = [tensor.to(self._device) for tensor in _whole(tensors)]
-            for url, ranks in sums.items():
-                if not self._is_equal(name, specs, values, ranks):
-                    wrong.append(f"{name} on server {url}")
-        if wrong:
-            raise WeightSyncError(f"verify: version {version} differs from the trainer's weights: {', '.join(wrong)}")
-        return num_compared
-
-    def _is_equal(
-        self, name: str, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], ranks: Sequence[Mapping[str, str]]
-    ) -> bool:
-        """Return whether each tensor-parallel rank of a server has the checksum of its part of the
-        parameter."""
-        for rank, sums in enumerate(ranks):
-            accepted = accepted_tensors(specs, tensors, rank, len(ranks))
-            if not any(sums.get(name) == checksum(tensor) for tensor in accepted):
-                return False
-        return True
 
     def drop_group(self) -> None:
         self._sender.abandon()
@@ -248,11 +257,19 @@ def stage_role(
     only."""
     if layout.is_source:
         return StageSource(source, plan, layout, config, make_sender(), device)
-    if layout.gathers:
-        return Gatherer(source, plan, layout, config)
-    return Bystander()
+    return comparing_role(source, plan, layout, config, device)
 
 
-def _whole(tensors: list[Tensor] | None) -> list[Tensor]:
+def comparing_role(
+    source: Source, plan: Plan, layout: ParallelLayout, config: WeightSyncConfig, device: torch.device
+) -> StageRole:
+    """Return this rank's part in comparing its stage's weights with the servers'."""
+    if layout.is_source:
+        return Comparer(source, plan, layout, config, device)
+    return Gatherer(source, plan, layout, config) if layout.gathers else Bystander()
+
+
+def whole(tensors: list[Tensor] | None) -> list[Tensor]:
+    """Return gathered tensors, on a source rank."""
     assert tensors is not None, "the stage's source rank has the tensors whole"
     return tensors

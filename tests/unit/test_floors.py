@@ -22,7 +22,7 @@ FLOORS = (
     ("models", "servers", "rewards"),
     ("envs", "queue"),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
-    ("run_setup", "first_look"),
+    ("run_setup", "first_look", "placement"),
     ("job", "sft_job"),
     ("trainer", "sft"),
     ("commands",),
