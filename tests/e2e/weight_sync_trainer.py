@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import psutil
@@ -12,14 +15,16 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.spec_reader import read_model_spec
-from megatron_dapo.models.build import build_model
+from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
 from megatron_dapo.models.peft_folder import load_adapters
 from megatron_dapo.models.weight_source import WeightSource
+from megatron_dapo.placement import SharedGpus
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed.weight_sync_world import serve_orders
@@ -50,20 +55,22 @@ def changed(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor * (1.0 + 0.001 * version) if version else tensor
 
 
-def rank_main(
+@dataclass(frozen=True)
+class TrainedNothing:
+    """A policy without an optimizer."""
+
+    model: ModelParts
+
+
+def _built(
     rank: int,
-    pipe: Connection,
     port: int,
     world_size: int,
     sizes: dict[str, int],
     path: str,
-    servers: list[str],
-    deadly: dict[str, tuple[int, int]],
-    config: dict,
     adapter: tuple[str, LoraSettings] | None = None,
-) -> None:
-    """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, the update
-    during its kill). adapter: a PEFT folder, pushed merged at every version."""
+) -> tuple[ModelParts, ParallelLayout, Callable[[int], None]]:
+    """The model of a rank, its layout, and what gives the model the weights of a version."""
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank)
     )
@@ -83,6 +90,45 @@ def rank_main(
             return
         for parameter, start in zip(parameters, original, strict=True):
             parameter.copy_(changed(start, version))
+
+    return model, layout, set_version
+
+
+def shared_rank_main(
+    rank: int, pipe: Connection, port: int, world_size: int, sizes: dict[str, int], path: str, overrides: list[str]
+) -> None:
+    """As `rank_main`, on the GPUs of the servers: between two pushes the rank's weights are parked."""
+    model, layout, set_weights = _built(rank, port, world_size, sizes, path)
+    config = load_config(None, overrides)
+    placement = SharedGpus(config, layout, RunFolder.of(config.trainer), lambda phase: nullcontext())
+
+    def open_sync() -> SharedGpus:
+        placement.to_trainer()
+        placement.hold(WeightSource(model, layout), [TrainedNothing(model)])
+        return placement
+
+    def set_version(version: int) -> None:
+        placement.to_trainer()
+        set_weights(version)
+
+    serve_orders(pipe, open_sync, set_version)
+
+
+def rank_main(
+    rank: int,
+    pipe: Connection,
+    port: int,
+    world_size: int,
+    sizes: dict[str, int],
+    path: str,
+    servers: list[str],
+    deadly: dict[str, tuple[int, int]],
+    config: dict,
+    adapter: tuple[str, LoraSettings] | None = None,
+) -> None:
+    """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, the update
+    during its kill). adapter: a PEFT folder, pushed merged at every version."""
+    model, layout, set_version = _built(rank, port, world_size, sizes, path, adapter)
 
     def open_sync(**changes: object) -> WeightSync:
         server_config = load_config(None, servers)

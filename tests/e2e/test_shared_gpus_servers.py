@@ -1,0 +1,170 @@
+"""Weight sync to real SGLang servers on the trainer's GPUs: put to sleep, woken, pushed to by
+handles."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
+from megatron_dapo.storage.server_key import read_server_key
+from tests.distributed.weight_sync_world import Ranks
+from tests.e2e.weight_sync_trainer import changed, shared_rank_main
+from tests.forked_local import forks
+from tests.helpers import free_port
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.e2e
+
+EVERYTHING = 10_000
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {}]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Several buckets of 1 MB per stage, an odd vocabulary, padded by servers, and tensors that
+    servers fuse."""
+    return make_tiny(tmp_path_factory.mktemp("model"), "mistral", vocab=65, layers=8, hidden=128)
+
+
+class Watched:
+    """Running servers on shared GPUs, looked after by a thread, as by a launcher."""
+
+    def __init__(self, supervisor: ServerSupervisor, overrides: list[str]) -> None:
+        self.supervisor = supervisor
+        self.overrides = [*overrides, *supervisor.overrides()]
+        self.key = read_server_key(supervisor.key_file)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look_after)
+        self._lock = threading.Lock()
+        self._thread.start()
+
+    @property
+    def urls(self) -> list[str]:
+        return self.supervisor.urls
+
+    def client(self, url: str) -> SGLangClient:
+        return SGLangClient(url, self.key)
+
+    def kill(self, number: int) -> None:
+        """Kill a server with all its processes."""
+        with self._lock:
+            server = psutil.Process(self.supervisor.pids()[number])
+        for process in [*server.children(recursive=True), server]:
+            process.kill()
+
+    def wait_healthy(self) -> None:
+        while not self._check():
+            self._over.wait(0.3)
+
+    def _check(self) -> bool:
+        with self._lock:
+            return self.supervisor.check()
+
+    def _look_after(self) -> None:
+        while not self._over.wait(0.3):
+            self._check()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.supervisor.stop()
+
+
+@contextmanager
+def started(model_path: Path, folder: Path, num_servers: int, tp: int) -> Iterator[Watched]:
+    rollout = "actor_rollout_ref.rollout.server"
+    overrides = [
+        f"actor_rollout_ref.model.path={model_path}",
+        "actor_rollout_ref.hybrid_engine=true",
+        "actor_rollout_ref.actor.megatron.dtype=float32",
+        f"trainer.n_procs_per_node={num_servers * tp}",
+        f"trainer.run_dir={folder}/run",
+        f"{rollout}.num_servers={num_servers}",
+        f"{rollout}.tensor_model_parallel_size={tp}",
+        f"{rollout}.max_total_tokens=4096",
+        "weight_sync.bucket_size_mb=1",
+        "weight_sync.timeout_s=60.0",
+        "weight_sync.verify=true",
+        f"weight_sync.verify_num_tensors={EVERYTHING}",
+    ]
+    supervisor = ServerSupervisor(load_config(None, overrides), folder)
+    with forks():
+        supervisor.start()
+        supervisor.wait_healthy()
+        watched = Watched(supervisor, overrides)
+        try:
+            yield watched
+        finally:
+            watched.close()
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["two of TP 1", "one of TP 2"])
+def servers(request, model_path, tmp_path_factory) -> Iterator[Watched]:
+    with started(model_path, tmp_path_factory.mktemp("servers"), *request.param) as watched:
+        yield watched
+
+
+async def read(client: SGLangClient, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    values = {}
+    async with client:
+        for name, tensor in tensors.items():
+            fields = {"name": name, "truncate_size": len(tensor)}
+            values[name] = torch.tensor(await client.post("/get_weights_by_name", fields))
+    return values
+
+
+async def generate(client: SGLangClient) -> Generation:
+    async with client:
+        return await client.generate([5, 6, 7], SamplingParams(max_new_tokens=8), timeout_s=60)
+
+
+def trainer_of(servers: Watched, model_path: Path, sizes: dict[str, int], world_size: int = 2) -> Ranks:
+    arguments = (free_port(), world_size, sizes, str(model_path), servers.overrides)
+    return Ranks(shared_rank_main, world_size, *arguments)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_handles_bring_every_layouts_weights_bit_for_bit_to_servers_that_slept(model_path, servers, sizes):
+    checkpoint = load_file(model_path / "model.safetensors")
+    with trainer_of(servers, model_path, sizes) as trainer:
+        assert [status for status, _ in trainer.order("open")] == ["ok", "ok"]
+        for version in (1, 2):
+            answers = trainer.order(version)
+            assert [status for status, _ in answers] == ["ok", "ok"], answers
+            report = answers[0][1]
+            assert report.num_servers == len(servers.urls) and report.num_buckets > 1
+            assert report.num_verified > 20, "each checksum of every server equals the trainer's"
+            assert report.moved_bytes > 0
+            for url in servers.urls:
+                if servers.supervisor.urls != servers.urls[:1]:  # a server of TP 2 answers for its first rank
+                    for name, tensor in asyncio.run(read(servers.client(url), checkpoint)).items():
+                        assert torch.equal(tensor, changed(checkpoint[name], version)), f"{name} on {url}"
+                assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {version}
+
+
+def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart(model_path, servers):
+    if len(servers.urls) == 1:
+        survivors = 0
+    else:
+        survivors = 1
+    with trainer_of(servers, model_path, {"tp": 2}) as trainer:
+        trainer.order("open")
+        servers.kill(0)
+        answers = trainer.order(1)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_servers == survivors
+        servers.wait_healthy()
+        answers = trainer.order(2)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_servers == len(servers.urls)
+        for url in servers.urls:
+            assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {2}
