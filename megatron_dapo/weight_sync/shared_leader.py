@@ -45,7 +45,9 @@ class SharedLeader(ServerLeader):
         super().__init__(urls, calls, timeout_s, reserve_s, report_unresponsive, "retract")
         self._lease = lease
         self._released: dict[str, set[str]] = {}  # URL -> tags of the living servers
-        self._failed: dict[str, str] = {}  # since the servers had the GPUs: URL -> why
+        # since the servers had the GPUs, URL -> why: to be killed, and killed
+        self._failed: dict[str, str] = {}
+        self._killed: dict[str, str] = {}
 
     def sleep(self, deadline: Deadline) -> None:
         """Have all servers release their memory; kill those that do not.
@@ -53,10 +55,10 @@ class SharedLeader(ServerLeader):
         Raises WeightSyncError naming servers that neither sleep nor end.
         """
         self._lease.write(Holder.MOVING)
-        urls = [url for url in self._urls() if url not in self._failed]
+        urls = [url for url in self._urls() if url not in self._failed | self._killed]
         _, failures = self._calls.ask(urls, self._fall_asleep, deadline.left() / 2)
         self._released |= {url: {WEIGHTS, *REST} for url in urls if url not in failures}
-        self.kill(self._failed | failures)
+        self.kill(dict(self._failed) | failures)
 
     def kill(self, why: Mapping[str, str]) -> None:
         """Have these servers (URL -> why) killed, and wait until their processes are gone.
@@ -75,7 +77,8 @@ class SharedLeader(ServerLeader):
             time.sleep(_POLL_S)
         for url in why:
             self._released.pop(url, None)
-        self._failed = dict(why) | self._failed
+            self._failed.pop(url, None)
+        self._killed |= why
 
     def give_to_trainer(self) -> None:
         """Note that the trainer may take the memory."""
@@ -97,8 +100,9 @@ class SharedLeader(ServerLeader):
         """Give the servers back all memory, and let them generate again; the others are killed."""
         _, failures = self._calls.ask(urls, _resume_all, self._at_least(deadline.left()))
         self.leave_out("resume", failures)
-        self._released.clear()
-        condemned, self._failed = list(self._failed), {}
+        condemned = list(self._failed)
+        for record in (self._released, self._failed, self._killed):
+            record.clear()
         self._lease.write(Holder.SERVERS, condemned)
 
     def give_up(self) -> None:
