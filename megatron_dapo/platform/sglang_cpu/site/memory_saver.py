@@ -69,7 +69,7 @@ class Region:
         from megatron_dapo.platform.cpu_ledger import ledger_of
 
         change, self._booked = num_bytes - self._booked, num_bytes
-        ledger = ledger_of(torch.distributed.get_rank())
+        ledger = ledger_of(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
         if ledger is not None and change > 0:
             ledger.take(HOLDER, change, self._tag)
         elif ledger is not None and change < 0:
