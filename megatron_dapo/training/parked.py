@@ -193,11 +193,11 @@ class Parked:
             return
         for kind, storages in self._find().items():
             change = sum(storage.nbytes() for storage in storages) - self._booked[kind]
-            self._booked[kind] += change
             if change > 0:
                 self._ledger.take(_HOLDER, change, kind)
             elif change < 0:
                 self._ledger.give(_HOLDER, -change, kind)
+            self._booked[kind] += change
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

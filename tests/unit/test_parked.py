@@ -74,25 +74,24 @@ def test_all_of_a_trained_model_goes_and_comes_back_as_it_was(layout, model_path
     own = [storage for storage in resident_storages() if storage not in before | tables]
     held = holdings(policy)
     kept = [(t, t.clone()) for t in (*held.weights.values(), *held.states.values())]
+    gradients = [buffer.grad_data for stage in policy.state.stages for buffer in stage.buffers]
     num_bytes = sum(storage.nbytes() for storage in own)
     num_trained = sum(p.numel() for chunk in policy.model.chunks for p in chunk.parameters())
 
-    parked = Parked([policy, NoReference.model, NoCritic.model], params=True, optimizer=True)
+    parked = parked_of(policy, NoReference.model, NoCritic.model)
     assert parked.needed_bytes() == 0
     parked.park_states()
     assert parked.num_bytes >= 12 * num_trained  # float32: a main weight and two moments
     parked.park_weights()
     assert parked.num_bytes >= 2 * num_trained
-    assert sum(storage.nbytes() for storage in own) < 4096  # counters and constants
-    assert parked.needed_bytes() == num_bytes - sum(storage.nbytes() for storage in own) >= 18 * num_trained
+    rest = sum(storage.nbytes() for storage in own)
+    assert rest < 4096  # counters and constants
+    needed = parked.needed_bytes()
+    assert needed == num_bytes - rest >= 18 * num_trained
     parked.restore()
-    assert parked.num_bytes == parked.needed_bytes() + sum(s.nbytes() for s in own) - 4 * num_trained_padded(policy)
+    assert parked.num_bytes == needed - sum(gradient.nbytes for gradient in gradients)
     assert all(torch.equal(tensor, copy) for tensor, copy in kept)
-    assert not any(buffer.grad_data.any() for stage in policy.state.stages for buffer in stage.buffers)
-
-
-def num_trained_padded(policy: Policy) -> int:
-    return sum(buffer.grad_data.numel() for stage in policy.state.stages for buffer in stage.buffers)
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def test_moments_made_by_a_later_step_are_found(layout, model_path):

@@ -68,12 +68,13 @@ class Region:
         """Have the ledger show these bytes; raises MemoryError if it has less."""
         from megatron_dapo.platform.cpu_ledger import ledger_of
 
-        change, self._booked = num_bytes - self._booked, num_bytes
+        change = num_bytes - self._booked
         ledger = ledger_of(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
         if ledger is not None and change > 0:
             ledger.take(HOLDER, change, self._tag)
         elif ledger is not None and change < 0:
             ledger.give(HOLDER, -change, self._tag)
+        self._booked = num_bytes
 
 
 class CpuMemorySaver:
