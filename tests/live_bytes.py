@@ -1,5 +1,6 @@
 """How many bytes of tensors are alive at once."""
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,3 +44,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, size: int) -> None:
         self.alive -= size
+
+
+def resident_storages() -> list[torch.UntypedStorage]:
+    """The storages with memory of all tensors that Python knows of, without those of bytes: host
+    memory for others."""
+    gc.collect()
+    tensors = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+    storages = {t.untyped_storage() for t in tensors if t.device.type != "meta" and t.dtype != torch.uint8}
+    return [storage for storage in storages if storage.nbytes()]

@@ -8,6 +8,7 @@ import torch
 
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.platform import cpu_ledger
 
 
 def is_gpu() -> bool:
@@ -49,6 +50,17 @@ def peak_memory() -> tuple[int, int]:
     peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     return peaks
+
+
+def free_bytes() -> int | None:
+    """Return the bytes of this process's GPU that nobody holds.
+
+    On a CPU they are those of its ledger (cpu_ledger.py); None without one, or without a limit.
+    """
+    if is_gpu():
+        return torch.cuda.mem_get_info(device())[0]
+    ledger = cpu_ledger.ledger_of(int(os.environ.get("LOCAL_RANK", "0")))
+    return None if ledger is None else ledger.free_bytes()
 
 
 def collective_backend() -> str:

@@ -26,6 +26,7 @@ class ActorAsReference:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._policy = policy
+        self.model = policy.model
         self._keeps_hidden = uses_full_kl(config)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
@@ -51,17 +52,17 @@ class Reference:
         self._keeps_hidden = uses_full_kl(config)
         if self._keeps_hidden:
             check_vocabulary(spec, read_model_spec(config.actor_rollout_ref.model.path))
-        model = build_model(
+        self.model = build_model(
             spec,
             layout,
             actor.megatron,
             **head_options(config, layout, spec),
             num_tokens=tokens_multiple(config, layout.sequence_multiple),
         )
-        load(model, path, layout)
-        for chunk in model.chunks:
+        load(self.model, path, layout)
+        for chunk in self.model.chunks:
             chunk.requires_grad_(False)
-        self._schedule = Schedule(model, half_precision(model), rollout.temperature)
+        self._schedule = Schedule(self.model, half_precision(self.model), rollout.temperature)
 
     def score(self, mini_batches: Sequence[MiniBatch]) -> list[MiniBatch]:
         """Return the same mini-batches with the reference's log-probs on the last stage. Collective

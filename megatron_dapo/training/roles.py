@@ -20,17 +20,19 @@ class TimedReference:
     """The reference of a run with a KL term."""
 
     def __init__(self, reference: Reference | ActorAsReference, phase: Phase) -> None:
-        self._reference = reference
+        self.model = reference
         self._phase = phase
 
     def score(self, shard: StepShard) -> StepShard:
         """Return the shard with the reference's log-probs. Collective over all ranks."""
         with self._phase("ref_log_probs"):
-            return shard.with_mini_batches(self._reference.score(shard.mini_batches))
+            return shard.with_mini_batches(self.model.score(shard.mini_batches))
 
 
 class NoReference:
     """The reference of a run without a KL term."""
+
+    model = None
 
     def score(self, shard: StepShard) -> StepShard:
         return shard

@@ -19,6 +19,7 @@ All of it is in `site/`, first on the PYTHONPATH of the server's processes only:
                                         a start then takes 28 s of CPU, forked 10
     host_memory (plug-in)             the routers' choice of experts is kept in memory registered
                                         with CUDA, which raises without a GPU
+    memory_saver (plug-in)            with --enable-memory-saver: the package for it is GPUs' only
     prompt_end (plug-in)              on request to end, a server without requests waits up to 5 s,
                                         time needed only on GPUs
     sleep_when_paused (plug-in)       a paused server's scheduler polls for requests all the time,

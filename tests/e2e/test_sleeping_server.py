@@ -1,0 +1,219 @@
+"""A real SGLang server with --enable-memory-saver gives its memory back, and wakes without its
+weights. Asleep in the middle of a request, with weights pushed again, it ends the request as if it
+had never slept."""
+
+import asyncio
+import base64
+import io
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.platform.cpu_ledger import CpuLedger
+from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.supervisor import ServerSupervisor
+from megatron_dapo.storage.server_key import read_server_key
+from tests.forked_servers import forked_servers
+from tests.keeping_plug_in import write_keeping_plug_in
+from tests.tiny_models import make_tiny
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the adaptation is of CPU servers"),
+]
+
+Answer = TypeVar("Answer")
+WEIGHTS, CACHE, ALL = "weights", "kv_cache", ["kv_cache", "weights", "cuda_graph"]
+GREEDY = SamplingParams(max_new_tokens=300, temperature=0.0)
+PROMPT = [8, 9]
+TIMEOUT_S = 120.0
+NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A server; its ledgers, one per rank; its checkpoint."""
+
+    url: str
+    key: str
+    ledgers: list[CpuLedger]
+    model: Path
+
+    def ask(self, question: Callable[[SGLangClient], Awaitable[Answer]]) -> Answer:
+        async def run() -> Answer:
+            async with SGLangClient(self.url, self.key) as client:
+                return await question(client)
+
+        return asyncio.run(run())
+
+    def held(self) -> list[int]:
+        return [ledger.held()["server"] for ledger in self.ledgers]
+
+    async def wait_until(self, holds: Callable[[int], bool]) -> None:
+        """Return when it holds of every rank's bytes: rank 0 answers before the others are done."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not all(map(holds, self.held())):
+            assert time.monotonic() < deadline, f"the ledgers say {self.held()} bytes"
+            await asyncio.sleep(0.02)
+
+
+def start(folder: Path, num_ranks: int) -> Iterator[Sleeper]:
+    model = make_tiny(folder / "model", "mistral", layers=2)
+    server = "actor_rollout_ref.rollout.server"
+    config = load_config(
+        None,
+        [
+            f"actor_rollout_ref.model.path={model}",
+            f"trainer.run_dir={folder}/run",
+            f"{server}.startup_timeout_s=200.0",
+            f"{server}.tensor_model_parallel_size={num_ranks}",
+            f"{server}.extra_args=[--enable-memory-saver]",
+        ],
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGATRON_DAPO_LEDGER", str(folder / "ledger"))
+        patch.setenv("MEGATRON_DAPO_LEDGER_GPUS", "2,3")
+        supervisor = ServerSupervisor(config, folder)
+        with forked_servers():
+            supervisor.start()
+    try:
+        supervisor.wait_healthy()
+        ledgers = [CpuLedger(folder / "ledger" / f"gpu{2 + rank}.jsonl", None) for rank in range(num_ranks)]
+        yield Sleeper(supervisor.urls[0], read_server_key(supervisor.key_file), ledgers, model)
+    finally:
+        supervisor.stop()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def sleeper(request, tmp_path_factory) -> Iterator[Sleeper]:
+    yield from start(tmp_path_factory.mktemp("sleeper"), request.param)
+
+
+async def generate(client: SGLangClient) -> Generation:
+    return await client.generate(PROMPT, GREEDY, TIMEOUT_S)
+
+
+async def generate_anew(client: SGLangClient) -> Generation:
+    """The same with an empty cache."""
+    await client.post("/flush_cache", {})
+    return await generate(client)
+
+
+async def running(client: SGLangClient) -> asyncio.Task[Generation]:
+    """A request, in the middle of it; the server is paused."""
+    for _ in range(50):  # its scheduler tells of itself now and then, perhaps not in time
+        await client.post("/flush_cache", {})
+        request = asyncio.create_task(generate(client))
+        while not request.done() and not await client.kv_used():
+            await asyncio.sleep(0.01)
+        await client.pause("retract")
+        if not request.done():
+            return request
+        await client.continue_()
+    raise AssertionError("every request was over before anyone looked")
+
+
+async def release(client: SGLangClient, *tags: str) -> None:
+    await client.post("/release_memory_occupation", {"tags": list(tags)})
+
+
+async def resume(client: SGLangClient, *tags: str) -> None:
+    await client.post("/resume_memory_occupation", {"tags": list(tags)})
+
+
+async def push(client: SGLangClient, tensors: dict[str, torch.Tensor], num_ranks: int) -> None:
+    """Send weights by handles of shared memory, one string per rank."""
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        sent = [serialized(tensors) for _ in range(num_ranks)]
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    await client.begin_weight_update()
+    await client.post("/update_weights_from_tensor", {"serialized_named_tensors": sent, "weight_version": "1"})
+    await client.end_weight_update()
+
+
+def serialized(tensors: dict[str, torch.Tensor]) -> str:
+    file = io.BytesIO()
+    ForkingPickler(file).dump(list(tensors.items()))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def norm_of(client: SGLangClient) -> list[float]:
+    return await client.post("/get_weights_by_name", {"name": NORM, "truncate_size": 10_000})
+
+
+def test_a_request_under_way_ends_as_on_a_server_that_never_slept(sleeper):
+    tensors = load_file(sleeper.model / "model.safetensors")
+    awake = sleeper.held()
+
+    async def sleep_in_the_middle(client: SGLangClient) -> tuple[Generation, list[float], list[float]]:
+        request = await running(client)
+        await release(client, *ALL)
+        await sleeper.wait_until(lambda held: held == 0)
+        await resume(client, WEIGHTS)
+        with_weights, empty = sleeper.held(), await norm_of(client)
+        assert all(0 < part < whole for part, whole in zip(with_weights, awake, strict=True))
+        await push(client, tensors, len(sleeper.ledgers))
+        pushed = await norm_of(client)
+        await resume(client, CACHE, "cuda_graph")
+        await client.continue_()
+        return await request, empty, pushed
+
+    expected = sleeper.ask(generate_anew)
+    got, empty, pushed = sleeper.ask(sleep_in_the_middle)
+    assert len(empty) == len(tensors[NORM]) and not any(value is not None and math.isfinite(value) for value in empty)
+    assert pushed == pytest.approx(tensors[NORM].tolist(), rel=1e-6)
+    assert sleeper.held() == awake
+    assert got.num_retractions == 1 and 0 < list(got.weight_versions).count(1) < len(got.tokens)
+    assert got.tokens.tolist() == expected.tokens.tolist()
+    assert got.log_probs.tolist() == pytest.approx(expected.log_probs.tolist(), abs=1e-5)
+
+
+def test_every_weight_is_garbage_after_waking_and_exactly_itself_after_a_push(sleeper):
+    """SGLang's checksums see all of them. They keep storages from being resized: so this comes
+    last."""
+    tensors = load_file(sleeper.model / "model.safetensors")
+
+    async def sleep(client: SGLangClient) -> list[tuple[dict[str, str], ...]]:
+        checksums = [await client.checksums()]
+        await client.pause("retract")
+        await release(client, *ALL)
+        await sleeper.wait_until(lambda held: held == 0)
+        await resume(client, WEIGHTS)
+        checksums.append(await client.checksums())
+        await push(client, tensors, len(sleeper.ledgers))
+        checksums.append(await client.checksums())
+        await resume(client, CACHE, "cuda_graph")
+        await client.continue_()
+        return checksums
+
+    before, awoken, pushed = sleeper.ask(sleep)
+    assert len(before) == len(sleeper.ledgers) and before == pushed
+    for rank_before, rank_awoken in zip(before, awoken, strict=True):
+        kept = [name for name, checksum in rank_before.items() if rank_awoken[name] == checksum]
+        assert not kept
+    assert sleeper.ask(generate).tokens.tolist() == sleeper.ask(generate_anew).tokens.tolist()
+
+
+def test_a_server_that_answers_and_keeps_its_memory_is_seen_in_the_ledger(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(write_keeping_plug_in(tmp_path / "plug_in")))
+    for sleeper in start(tmp_path, 1):
+        awake = sleeper.held()
+
+        async def sleep(client: SGLangClient) -> None:
+            await client.pause("retract")
+            await release(client, *ALL)
+
+        sleeper.ask(sleep)
+        assert awake[0] > 0 and sleeper.held() == awake
