@@ -15,7 +15,8 @@ from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.servers.child_process import ChildProcess
-from megatron_dapo.servers.supervisor import ReservedPort, visible_gpus
+from megatron_dapo.servers.server_command import visible_gpus
+from megatron_dapo.servers.supervisor import ReservedPort
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")

@@ -79,7 +79,7 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Result("no driver", f"the GPU driver does not answer ({error}); take the node out of the job.")
-    from megatron_dapo.servers.supervisor import visible_gpus
+    from megatron_dapo.servers.server_command import visible_gpus
 
     faults = [fault for gpu in visible_gpus()[:count] for fault in _gpu_faults(pynvml, gpu)]
     name = pynvml.nvmlDeviceGetName(_handle(pynvml, visible_gpus()[0])) if not faults else "GPU"

@@ -2,29 +2,23 @@
 
 import json
 import logging
-import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of
 from megatron_dapo.common.addresses import node_name
-from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.log_lines import last_error
-from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
+from megatron_dapo.config.derived import servers_per_node
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.child_process import TAIL_PREFIX, ChildProcess
+from megatron_dapo.servers.server_command import ServerCommand, ServerCommandMaker, assign_gpus, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, StartEvent, StartState, health_status
 from megatron_dapo.servers.server_watch import PUSH_MARGIN_S, ServerWatch
-from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key, server_key_file
+from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +39,6 @@ class ServerFailure(RuntimeError):
         first, *tail = str(self).splitlines()
         error = last_error([line.removeprefix(TAIL_PREFIX) for line in tail])
         return f"{first} ({error})" if error else first
-
-
-@dataclass(frozen=True)
-class ServerCommand:
-    """The command line of a server and all its variables; the same for its restarts."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-
-
-ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
 class ServerStart:
@@ -164,7 +147,7 @@ class ServerSupervisor:
         numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
         self._ports = [ReservedPort(server.host, number) for number in numbers]
         self.urls = [f"http://{_reachable(server.host)}:{port.number}" for port in self._ports]
-        gpus = _assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
+        gpus = assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
         make = command_of or sglang_command
         self.were_healthy = False  # all of them, at some time
         self._servers = [
@@ -305,86 +288,6 @@ class ServerSupervisor:
         log.error("%s is given up, %d of %d servers are left. %s", server.name, num_left, len(self._servers), why)
 
 
-def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
-    """Return the command of an SGLang server.
-
-    gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU.
-    """
-    from megatron_dapo.platform import nccl
-
-    # not at the top: it imports torch, and the controller works without torch
-    from megatron_dapo.platform.device import is_gpu, model_dtype
-
-    rollout = config.actor_rollout_ref.rollout
-    model = ModelFolder.of(config.actor_rollout_ref.model.path)
-    settings = rollout.server
-    dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
-    arguments = [
-        *("--model-path", str(model.hf)),
-        *("--host", host),
-        *("--port", str(port)),
-        *("--tp-size", str(settings.tensor_model_parallel_size)),
-        *("--dtype", dtype),
-        *("--log-level-http", "warning"),  # else one line per request
-    ]
-    if replays_servers_experts(config):
-        arguments.append("--enable-return-routed-experts")
-    if rollout.deterministic:
-        arguments.append("--enable-deterministic-inference")
-    model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
-    if model_json.get("n_shared_experts"):
-        # else a GPU server keeps the shared expert as one more of the others, under names outside
-        # the comparison
-        arguments.append("--disable-shared-experts-fusion")
-    # only the trainer reads such weights; its first push comes before the first sample
-    if model.megatron:
-        arguments += ("--load-format", "dummy")
-    if is_gpu():
-        environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most,
-        # per log-prob
-        arguments.append("--enable-fp32-lm-head")
-        if has_stacked_experts(model_json):
-            # else SGLang takes its backend triton_kernel: it holds experts transposed, so that they
-            # cannot be compared, and answers zeros in place of the experts chosen by its routers
-            arguments += ("--moe-runner-backend", "triton")
-        arguments += _words_of_options(
-            ("--max-total-tokens", settings.max_total_tokens),
-            ("--max-running-requests", settings.max_running_requests),
-            ("--mem-fraction-static", settings.mem_fraction_static),
-        )
-    else:
-        from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported on a GPU machine
-
-        environment = cpu_server.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
-        arguments += cpu_server.server_arguments(settings.max_total_tokens, settings.max_running_requests)
-        if rollout.deterministic:
-            arguments += cpu_server.WHOLE_PROMPTS
-    program = ("-m", "megatron_dapo.servers.keyed_sglang", str(server_key_file(config)))
-    command = (sys.executable, *program, *arguments, *settings.extra_args)
-    environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
-    return ServerCommand(command, environment)
-
-
-def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a PATH with our Python's programs first, as in its activated environment.
-
-    A GPU server compiles kernels at its start, and runs `ninja` for that.
-    """
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
-
-
-def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return variables that keep a server's requests to itself away from the cluster's proxy.
-
-    A server asks itself for its first answer, and ends if none comes.
-    """
-    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    if hosts.strip() == "*":  # only a lone * means all hosts
-        return {}
-    return {"no_proxy": ",".join([*filter(None, [hosts]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
-
-
 class ReservedPort:
     """A port kept from all others by the kernel while we hold it; number 0 asks for a free one.
 
@@ -427,37 +330,3 @@ def _reachable(host: str) -> str:
                 f"instead."
             ) from error
     return f"[{host}]" if ":" in host else host
-
-
-def _words_of_options(*options: tuple[str, object]) -> list[str]:
-    """Return the command-line words of the options that have a value."""
-    return [word for name, value in options if value is not None for word in (name, str(value))]
-
-
-def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES; none on a CPU.
-
-    Raises UserError if there are too few, or none usable by torch.
-    """
-    from megatron_dapo.platform.device import is_gpu, require_usable_gpus
-
-    require_usable_gpus()
-    if not is_gpu():
-        return [[] for _ in range(num_servers)]
-    visible = visible_gpus()
-    needed = first_gpu + num_servers * gpus_per_server
-    if needed > len(visible):
-        raise UserError(
-            f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after the {first_gpu} "
-            f"GPUs of the trainer need {needed} GPUs, this machine offers {len(visible)}; use fewer servers or ranks."
-        )
-    starts = range(first_gpu, needed, gpus_per_server)
-    return [visible[start : start + gpus_per_server] for start in starts]
-
-
-def visible_gpus() -> list[str]:
-    """Return this machine's GPUs by their names in CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
