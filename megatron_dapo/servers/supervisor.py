@@ -13,6 +13,7 @@ from megatron_dapo.common.log_lines import last_error
 from megatron_dapo.config.derived import servers_per_node
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.child_process import TAIL_PREFIX, ChildProcess
+from megatron_dapo.servers.followed_lease import FollowedLease, lease_of
 from megatron_dapo.servers.server_command import ServerCommand, ServerCommandMaker, assign_gpus, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, StartEvent, StartState, health_status
@@ -72,6 +73,7 @@ class SupervisedServer:
         self.command = command
         self.log_file = log_file
         self.current: ServerStart | None = None  # the last start; None while it is stopped
+        self._last_process: ChildProcess | None = None
         self.num_restarts = 0
         self.num_failed_starts = 0  # in a row
         self.starts_again_at = 0.0  # while it waits
@@ -84,6 +86,7 @@ class SupervisedServer:
         state = self.state.after(StartEvent.STARTED)
         self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
         self.state = state  # a process that could not be started has changed nothing
+        self._last_process = self.current.process
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
 
     def begin_watch(self, current: ServerStart, watch: ServerWatch) -> None:
@@ -104,6 +107,11 @@ class SupervisedServer:
             self.current.files.remove()
         self.current = None
 
+    def is_gone(self) -> bool:
+        """Return whether it is not at work, and none of its processes is left."""
+        is_ended = self.state in (StartState.STOPPED, StartState.WAITING)
+        return is_ended and (self._last_process is None or self._last_process.is_gone())
+
     def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
         """Return the status of its answer; None without one."""
         return health_status(self.url, check, self._headers, timeout_s)
@@ -115,6 +123,8 @@ class ServerSupervisor:
     URLs are known from construction on and survive restarts. So does the key in `key_file`,
     demanded by the servers. One thread owns a supervisor: it calls `start`, then `check` every
     second or so, and `stop` in the end.
+
+    With shared GPUs it follows their lease: servers are started only while the lease is theirs.
     """
 
     def __init__(
@@ -142,6 +152,8 @@ class ServerSupervisor:
         self.key_file = make_server_key(config)
         key = read_server_key(self.key_file)
         self._run = RunFolder.of(config.trainer)
+        self._lease_folder = lease_of(config)
+        self._lease = FollowedLease(self._lease_folder, f"{name}-{node_name()}")
         self._silent_limit_s = config.weight_sync.timeout_s + PUSH_MARGIN_S
         num_servers = servers_per_node(config)
         numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
@@ -183,7 +195,8 @@ class ServerSupervisor:
         """Look at every server once and restart the dead and the failed ones.
 
         A server that died more than `max_restarts` times, or is not healthy at its deadline, is
-        given up. Return whether all others are healthy.
+        given up. Return whether all others are healthy. The lease of shared GPUs is obeyed, and
+        answered with the servers that have no process left.
 
         Raises ServerFailure if none is left, or if a server would be given up before all were
         healthy once: then it is a mistake.
@@ -195,7 +208,14 @@ class ServerSupervisor:
             StartState.STARTING: self._check_start,
             StartState.WORKING: self._check_work,
         }
-        healthy = all([checks[server.state](server, current) for server, current in running])
+        condemned = self._lease.look()
+        try:
+            for server, current in running:
+                if server.url in condemned and server.state is not StartState.WAITING:
+                    self._restart(server, current, "is condemned by the trainer, and is killed")
+            healthy = all([checks[server.state](server, current) for server, current in self._running()])
+        finally:
+            self._answer_lease()
         self.were_healthy |= healthy
         return healthy
 
@@ -216,6 +236,7 @@ class ServerSupervisor:
         for server, current in running:
             current.stop_process(max(0.0, deadline - time.monotonic()))
             server.forget()
+        self._answer_lease()
         for port in self._ports:
             port.release()
 
@@ -223,8 +244,12 @@ class ServerSupervisor:
         """Return the servers not stopped, with their last starts."""
         return [(server, server.current) for server in self._servers if server.current is not None]
 
+    def _answer_lease(self) -> None:
+        gone = [server.url for server in self._servers if server.is_gone()]
+        self._lease.answer(gone, for_good=not self._running())
+
     def _start_if_due(self, server: SupervisedServer, current: ServerStart) -> bool:
-        if time.monotonic() >= server.starts_again_at:
+        if self._lease.is_with_servers and time.monotonic() >= server.starts_again_at:
             server.start(self._settings.startup_timeout_s)
         return False
 
@@ -243,11 +268,17 @@ class ServerSupervisor:
         if code is not None:
             self._restart(server, current, exit_phrase(code))
             return False
+        if not self._lease.is_with_servers:
+            log.warning("%s was not healthy before the trainer takes the GPUs; it is started again later", server.name)
+            current.stop_process(0.0)
+            server.wait(0.0)
+            return False
         is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
         current.files.note(current.process.pids())
         if is_up:
             note = self._run.unresponsive(server.url)
-            server.begin_watch(current, ServerWatch(server.status_of, self._silent_limit_s, note))
+            watch = ServerWatch(server.status_of, self._silent_limit_s, note, self._lease_folder)
+            server.begin_watch(current, watch)
             return True
         if time.monotonic() > current.deadline:
             why = (
