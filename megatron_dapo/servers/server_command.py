@@ -2,16 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of
 from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import replays_servers_experts
+from megatron_dapo.config.derived import replays_servers_experts, shares_gpus
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.model_folder import ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
 
 
@@ -29,7 +30,7 @@ ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
     """Return the command of an SGLang server.
 
-    gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU.
+    gpus: the value of CUDA_VISIBLE_DEVICES; see `assign_gpus`.
     """
     from megatron_dapo.platform import nccl
 
@@ -52,6 +53,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         arguments.append("--enable-return-routed-experts")
     if rollout.deterministic:
         arguments.append("--enable-deterministic-inference")
+    if shares_gpus(config):
+        arguments.append("--enable-memory-saver")
     model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
     if model_json.get("n_shared_experts"):
         # else a GPU server keeps the shared expert as one more of the others, under names outside
@@ -69,6 +72,10 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
             # else SGLang takes its backend triton_kernel: it holds experts transposed, so that they
             # cannot be compared, and answers zeros in place of the experts chosen by its routers
             arguments += ("--moe-runner-backend", "triton")
+        if shares_gpus(config):
+            # captured graphs go to sleep too; those of prompts cannot, and stop the server's start
+            environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+            arguments += ("--cuda-graph-backend-prefill", "disabled")
         arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),
@@ -79,12 +86,22 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
 
         environment = cpu_server.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
         arguments += cpu_server.server_arguments(settings.max_total_tokens, settings.max_running_requests)
+        environment |= ledger_variables(config, gpus)
         if rollout.deterministic:
             arguments += cpu_server.WHOLE_PROMPTS
     program = ("-m", "megatron_dapo.servers.keyed_sglang", str(server_key_file(config)))
     command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
     return ServerCommand(command, environment)
+
+
+def ledger_variables(config: Config, gpus: Sequence[str]) -> dict[str, str]:
+    """Return variables for a process that shares imagined GPUs: the ledger of their memory, and the
+    process's GPUs. None without shared GPUs, or with several nodes, which number them alike."""
+    if not shares_gpus(config) or config.trainer.nnodes > 1:
+        return {}
+    folder = RunFolder.of(config.trainer).ledger.absolute()
+    return {"MEGATRON_DAPO_LEDGER": str(folder), "MEGATRON_DAPO_LEDGER_GPUS": ",".join(gpus)}
 
 
 def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
@@ -112,17 +129,16 @@ def _words_of_options(*options: tuple[str, object]) -> list[str]:
 
 
 def assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES; none on a CPU.
+    """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES. On a CPU they
+    are imagined, for the accounts of a run with shared GPUs.
 
     Raises UserError if there are too few, or none usable by torch.
     """
     from megatron_dapo.platform.device import is_gpu, require_usable_gpus
 
     require_usable_gpus()
-    if not is_gpu():
-        return [[] for _ in range(num_servers)]
-    visible = visible_gpus()
     needed = first_gpu + num_servers * gpus_per_server
+    visible = visible_gpus() if is_gpu() else [str(number) for number in range(needed)]
     if needed > len(visible):
         raise UserError(
             f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after the {first_gpu} "

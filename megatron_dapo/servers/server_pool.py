@@ -424,12 +424,12 @@ class ServerPool:
     async def _watch_one(self, server: Server) -> None:
         while True:
             await asyncio.sleep(self._probe_interval_s)
-            turn = turn_awake(self._lease)
-            if turn is None:
+            if (turn := turn_awake(self._lease)) is None:
                 server.num_misses = 0
                 continue
             await self._look_after(server, turn)
-            await self._note_kv_used(server)
+            if turn_awake(self._lease) == turn:
+                await self._note_kv_used(server)
 
     async def _look_after(self, server: Server, turn: int) -> None:
         """Ask for its health and its weights; it may miss a check.
@@ -461,8 +461,7 @@ class ServerPool:
             server.drop_requests()
             return
         is_overdue = server.paused_s(is_paused) >= PAUSE_S + self._push_s
-        # a pause, or a version newer than expected, is a push under way, before `expect` is told of
-        # it
+        # a pause or a newer version is a push under way, before `expect` is told of it
         is_newer = self.version is not None and version > self.version
         is_in_push = is_newer or (is_paused and not is_overdue)
         if is_in_push and server.state is not ServerState.DOWN:
