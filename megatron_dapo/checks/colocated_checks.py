@@ -27,6 +27,7 @@ REFUSED_ASLEEP = {
     "--enable-draft-weights-cpu-backup": _NO_DRAFT,
     "--cuda-graph-config": _GRAPHS,
     "--cuda-graph-backend-": _GRAPHS,
+    "--debug-cuda-graph": _GRAPHS,
     "--cpu-offload-gb": "weights in the machine's memory do not go to sleep",
     "--weight-cache-": "weights of a cache in other processes do not go to sleep",
 }
@@ -101,8 +102,8 @@ def _server_options(config: Config) -> Iterator[str]:
             yield f"{EXTRA_ARGS} has {option}, {_IS_ON} {REFUSED_ASLEEP[name]}; leave it out, {_OR_OFF}."
     if re.search(r"--load-format[ =]flash_rl\b", " ".join(arguments)):
         yield (
-            f"{EXTRA_ARGS} has --load-format flash_rl, {_IS_ON} a server that wakes has lost the scales of quantized "
-            f"weights; leave --quantization and --load-format out, {_OR_OFF}."
+            f"{EXTRA_ARGS} has --load-format flash_rl, {_IS_ON} quantized weights would have to survive the servers' "
+            f"sleep, which is untested; leave --quantization and --load-format out, {_OR_OFF}."
         )
 
 
