@@ -8,11 +8,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_dapo.checks.colocated_checks import given_servers
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import remove_folder
 from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.storage.run_folder import RunFolder
 
 # Ctrl-C, a request to end, a closed terminal, the schedulers' signal before a time limit
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -40,6 +43,26 @@ def parse(options_parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 def checked_config(path: str | None, overrides: list[str], check_files: bool = True) -> Config:
     """Raise UserError with every mistake of the config."""
     return load_and_validate(path, overrides, check_files=check_files)
+
+
+def forget_lease(run: RunFolder) -> None:
+    """Remove what an earlier start of the run left of its shared GPUs' lease and accounts, before
+    servers are started."""
+    for folder in (run.lease, run.ledger):
+        remove_folder(folder)
+
+
+def require_local(config: Config) -> None:
+    """Raise UserError for a run that this machine alone cannot have."""
+    require_one_node(config)
+    require_own_servers(config)
+
+
+def require_own_servers(config: Config) -> None:
+    """Raise UserError for servers given to a run that shares its GPUs with its own. To be asked of
+    the user's own config: that of a job's processes names the job's servers."""
+    if sentences := list(given_servers(config)):
+        raise UserError(sentences)
 
 
 def require_one_node(config: Config) -> None:

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from launch.command_line import (
     STOP_SIGNALS,
     checked_config,
+    forget_lease,
     parse,
     parser,
-    require_one_node,
+    require_local,
     show_log,
 )
 from launch.process_names import LAUNCHER
@@ -31,7 +32,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, U
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
-from megatron_dapo.config.derived import starts_reward_model, starts_servers
+from megatron_dapo.config.derived import shares_gpus, starts_reward_model, starts_servers
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.first_look import first_look
@@ -63,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         overrides = [*overrides, f"trainer.replay={arguments.replay}"]
     try:
         if arguments.dry_run:
-            dry_run(arguments.config, overrides, check=require_one_node, look=first_look)
+            dry_run(arguments.config, overrides, check=require_local, look=first_look)
             return 0
         config = checked_config(arguments.config, overrides)
-        require_one_node(config)
+        require_local(config)
         first_look(config)
         print_line(process_plan(config))
         return run_local(config)
@@ -82,7 +83,9 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     rank; None: the trainer.
 
     Servers are started unless some are given by URL or the run uses none. The trainer is started at
-    the same time: its controller waits for them. Nothing is left running afterwards.
+    the same time: its controller waits for them. On shared GPUs it is started once they are
+    healthy: SGLang sizes its cache by the memory free at its start. Nothing is left running
+    afterwards.
     """
     # these import torch: after the config was checked
     from launch.trainer_ranks import TrainerRanks, trainer_command
@@ -94,19 +97,26 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     _wait_for_folder(run)
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
+    forget_lease(run)
+    if shares_gpus(config):
+        run.ledger.mkdir()
     folder = EndFolder(run.ends, start=secrets.token_hex(8))
     with show_log(run.log("launch")), StopSignals(STOP_SIGNALS) as stop:
         servers = None
         end = end_of_code(FAILED_EXIT_CODE)
         if starts_servers(config) or starts_reward_model(config):
-            servers = RunServers.of(config, run.logs, first_gpu=config.trainer.n_procs_per_node)
+            first_gpu = 0 if shares_gpus(config) else config.trainer.n_procs_per_node
+            servers = RunServers.of(config, run.logs, first_gpu=first_gpu)
         overrides_of_servers = servers.overrides() if servers else []
         ranks = TrainerRanks(config, run, command or trainer_command(str(config_file), overrides_of_servers), folder)
         try:
             if servers:
                 servers.start()
-            ranks.start()
-            code = _watch(servers, ranks, stop)
+            if servers and shares_gpus(config) and not _become_healthy(servers, stop):
+                code = stop.exit_code
+            else:
+                ranks.start()
+                code = _watch(servers, ranks, stop)
             end = end_of_code(code)
             return code
         except UserError as error:
@@ -139,6 +149,16 @@ def _wait_for_folder(run: RunFolder) -> None:
     lock = RunLock(run.lock)
     lock.acquire()
     lock.release()  # rank 0 takes it for the time of the run
+
+
+def _become_healthy(servers, stop: StopSignals) -> bool:
+    """Wait until all servers are healthy; return False after a stop signal. Raises ServerFailure."""
+    while not servers.check():
+        if stop.received is not None:
+            log.warning("%s: stopping the servers, before the trainer was started", _words(stop.received))
+            return False
+        time.sleep(POLL_INTERVAL_S)
+    return True
 
 
 def _watch(servers, ranks, stop: StopSignals) -> int:

@@ -15,7 +15,8 @@ from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, shell_exit_code
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.device import is_gpu
 from megatron_dapo.servers.child_process import ChildProcess
-from megatron_dapo.servers.supervisor import ReservedPort, visible_gpus
+from megatron_dapo.servers.server_command import ledger_variables, visible_gpus
+from megatron_dapo.servers.supervisor import ReservedPort
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger("launch")
@@ -31,6 +32,7 @@ class TrainerRanks:
 
     def __init__(self, config: Config, run: RunFolder, command: Sequence[str], ends: EndFolder) -> None:
         """Prepare the ranks. command: of each rank; ends: the folder of their end records."""
+        self._config = config
         self._world = config.trainer.n_procs_per_node
         self._run = run
         self._command = command
@@ -118,6 +120,8 @@ class TrainerRanks:
         }
         if is_gpu():
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: self._world])
+        else:
+            environment |= ledger_variables(self._config, [str(rank)])
         return {"OMP_NUM_THREADS": "1"} | environment | COMMON | places_to_write(environment)
 
 

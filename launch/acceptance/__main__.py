@@ -112,7 +112,7 @@ def _num_gpus() -> int:
         )
     if not are_expected():
         return 0
-    from megatron_dapo.servers.supervisor import visible_gpus
+    from megatron_dapo.servers.server_command import visible_gpus
 
     return len(visible_gpus())
 

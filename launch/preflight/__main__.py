@@ -24,7 +24,7 @@ from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, starts_servers, uses_servers
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
@@ -188,7 +188,7 @@ class Preflight:
         self._servers = [index for index, node in enumerate(per_node) if node["role"] != "trainer"]
         # in a Slurm job's config, a file names the started servers, as if they were given
         has_server_nodes = any(node["role"] == "server" for node in per_node)
-        self._starts_servers = has_server_nodes or starts_servers(self._config)
+        self._starts_servers = has_server_nodes or starts_servers(self._config) or shares_gpus(self._config)
         self._token = per_node[0]["token"]
         self._uses_gpus = any(node["gpus"] for node in per_node)
         self._folder = machine.SharedFolder(shared, self._token)

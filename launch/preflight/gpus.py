@@ -15,7 +15,7 @@ from typing import Any
 from launch.preflight.machine import REPOSITORY, Result
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.transformer_engine import EngineHere
@@ -35,7 +35,7 @@ def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
     has_reward_model: whether a server node serves it too; for the role `both` the config decides.
     """
     count = config.trainer.n_procs_per_node if role != "server" else 0
-    if role == "server" or (role == "both" and starts_servers(config)):
+    if role == "server" or (role == "both" and starts_servers(config) and not shares_gpus(config)):
         count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     if has_reward_model or (role == "both" and starts_reward_model(config)):
         count += config.reward.model.tensor_model_parallel_size
@@ -79,7 +79,7 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Result("no driver", f"the GPU driver does not answer ({error}); take the node out of the job.")
-    from megatron_dapo.servers.supervisor import visible_gpus
+    from megatron_dapo.servers.server_command import visible_gpus
 
     faults = [fault for gpu in visible_gpus()[:count] for fault in _gpu_faults(pynvml, gpu)]
     name = pynvml.nvmlDeviceGetName(_handle(pynvml, visible_gpus()[0])) if not faults else "GPU"

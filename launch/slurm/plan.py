@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.slurm.progress import BEGINNING, Progress
+from megatron_dapo.checks.colocated_checks import given_servers
 from megatron_dapo.commands.plan.cost import LEAST_RESTARTS
 from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
@@ -61,7 +62,7 @@ class Allocation:
     @classmethod
     def imagined(cls, config: Config) -> "Allocation":
         """Return the nodes of a job of the config's size, for a dry run outside Slurm."""
-        return cls(0, tuple(f"node{i}" for i in range(1, sum(_num_nodes(config)) + 1)))
+        return cls(0, tuple(f"node{i}" for i in range(1, sum(_own_nodes(config)) + 1)))
 
     @property
     def attempt(self) -> str:
@@ -77,7 +78,7 @@ class JobPlan:
     trainer_nodes: tuple[str, ...]
     """First in the allocation."""
     server_nodes: tuple[str, ...]
-    """After the trainer's nodes."""
+    """After the trainer's nodes; the same nodes for servers that share its GPUs."""
     n_procs_per_node: int
     servers_per_node: int
     run: str
@@ -104,7 +105,7 @@ class JobPlan:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return self.trainer_nodes + self.server_nodes
+        return tuple(dict.fromkeys(self.trainer_nodes + self.server_nodes))
 
     @property
     def ends(self) -> EndFolder:
@@ -163,7 +164,8 @@ class JobPlan:
 
     def _preflight(self, index: int, node: str) -> Iterator[str]:
         yield from ("launch.preflight", "--config", self.config_file, "--shared", self.run)
-        yield from ("--role", "trainer" if node in self.trainer_nodes else "server")
+        is_server = node in self.server_nodes
+        yield from ("--role", "server" if node not in self.trainer_nodes else "both" if is_server else "trainer")
         yield from ("--node-index", str(index), "--num-nodes", str(len(self.nodes)))
         yield from ("--rendezvous", f"{self.nodes[0]}:{self.port(_PREFLIGHT_PORT)}")
         yield from ("--node-names", ",".join(self.nodes))
@@ -233,9 +235,9 @@ class JobPlan:
         return cls(**fields)
 
 
-def _num_nodes(config: Config) -> tuple[int, int]:
-    """Return a config's numbers of trainer nodes and server nodes; 0 server nodes if servers are
-    given or replaced by dumped batches."""
+def _own_nodes(config: Config) -> tuple[int, int]:
+    """Return a config's numbers of trainer nodes, and of nodes for servers alone: 0 if servers are
+    given, replaced by dumped batches, or share the trainer's GPUs."""
     return config.trainer.nnodes, config.actor_rollout_ref.rollout.server.nnodes if starts_servers(config) else 0
 
 
@@ -247,26 +249,27 @@ def make_plan(
     max_restarts: int = LEAST_RESTARTS,
 ) -> JobPlan:
     """Return the plan. Raise UserError if the config does not fit Slurm's allocation."""
-    num_trainers, num_servers = _num_nodes(config)
+    num_trainers, num_servers = _own_nodes(config)
     sentences = list(_mistakes(config, allocation))
     if sentences:
         raise UserError(sentences)
     run = RunFolder.of(config.trainer).path.absolute()
     server = config.actor_rollout_ref.rollout.server
+    server_nodes = allocation.nodes if shares_gpus(config) else allocation.nodes[num_trainers:]
     return JobPlan(
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
         trainer_nodes=allocation.nodes[:num_trainers],
-        server_nodes=allocation.nodes[num_trainers:],
+        server_nodes=server_nodes,
         n_procs_per_node=config.trainer.n_procs_per_node,
-        servers_per_node=servers_per_node(config) if num_servers else 0,
+        servers_per_node=servers_per_node(config) if server_nodes else 0,
         run=str(run),
         logs=str(run / "logs" / allocation.attempt),
         total_steps=config.trainer.total_training_steps,
         start_step=start.step,
         start_groups=start.num_groups,
         start_tokens=start.num_tokens,
-        server_key_file=str(server_key_file(config)) if num_servers else "",
+        server_key_file=str(server_key_file(config)) if server_nodes else "",
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,
         reward_model_node=allocation.nodes[num_trainers] if starts_reward_model(config) else "",
@@ -300,8 +303,9 @@ def own_overrides(plan: JobPlan, config: Config) -> list[str]:
 def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     num_given = len(allocation.nodes)
-    num_trainers, num_servers = _num_nodes(config)
-    if starts_servers(config) and server.nnodes == 0:
+    num_trainers, num_servers = _own_nodes(config)
+    yield from given_servers(config)
+    if starts_servers(config) and server.nnodes == 0 and not shares_gpus(config):
         yield (
             "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "
             "it to 1 or more, or run `python -m launch.local` on the one node."

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from megatron_dapo.checks.algorithm_checks import ALGORITHM_CHECKS
+from megatron_dapo.checks.colocated_checks import COLOCATED_CHECKS
 from megatron_dapo.checks.correction_checks import CORRECTION_CHECKS
 from megatron_dapo.checks.length_checks import fits_longest_sample, longest_in_words
 from megatron_dapo.checks.lora_checks import LORA_CHECKS
@@ -354,6 +355,7 @@ CHECKS = (
     *ALGORITHM_CHECKS,
     *CORRECTION_CHECKS,
     *ROLLOUT_CHECKS,
+    *COLOCATED_CHECKS,
     mixture,
     pass_rate,
     _mixture_with_replay,

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_dapo.checks.colocated_checks import SHARED_GPU_CHECKS
 from megatron_dapo.checks.config_checks import REWARD_CHECKS, prompt_template
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.model_checks import adapted_modules, model_json_of, read_model_json
@@ -304,6 +305,7 @@ MACHINE_CHECKS = (
     _reward_model,
     _reward_model_key,
     own_host,
+    *SHARED_GPU_CHECKS,
     _own_loss,
     _code_of_rollout,
 )

@@ -24,6 +24,7 @@ from megatron_dapo.rollout.reward_model_client import RewardModel
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import MultiTurn
 from megatron_dapo.servers.client import SamplingParams, SGLangClient
+from megatron_dapo.servers.followed_lease import lease_of
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_watch import report_unresponsive
@@ -95,6 +96,7 @@ def make_server_pool(config: Config) -> ServerPool:
         connect=partial(SGLangClient, api_key=given_server_key(config)),
         report_unresponsive=partial(report_unresponsive, RunFolder.of(config.trainer)),
         keeps_caches=config.weight_sync.pause_mode == "in_place",
+        lease=lease_of(config),
         push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
     )
 

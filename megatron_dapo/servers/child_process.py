@@ -86,6 +86,10 @@ class ChildProcess:
         self._learn_family()
         return self._process.poll()
 
+    def is_gone(self) -> bool:
+        """Return whether it and all its known descendants are dead."""
+        return self._process.poll() is not None and not any(map(_is_alive, self._family))
+
     def wait(self, timeout_s: float) -> int | None:
         """Return the exit code, None if it still runs after timeout_s."""
         try:

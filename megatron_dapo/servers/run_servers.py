@@ -34,8 +34,8 @@ class RunServers:
             config: of the run.
             log_dir: folder of their log files.
             rollout, reward_model: start these.
-            first_gpu: GPUs of this machine before it belong to the trainer; the reward model's
-                follow the rollout's.
+            first_gpu: GPUs of this machine before it belong to the trainer alone; the reward
+                model's follow the rollout's.
             first_port: the servers listen on it and the ports after it; by default on free ports.
             node: a part of the names of the servers and their log files, if several nodes share
                 log_dir.
@@ -143,5 +143,6 @@ def _of_reward_model(config: Config) -> Config:
     rollout = sections.rollout.model_copy(update={"server": server})
     served = sections.model.model_copy(update={"path": str(folder)})
     actor = sections.actor.model_copy(update={"router_replay": "off"})
-    changed = {"rollout": rollout, "model": served, "actor": actor}
+    # it has GPUs of its own
+    changed = {"rollout": rollout, "model": served, "actor": actor, "hybrid_engine": False}
     return config.model_copy(update={"actor_rollout_ref": sections.model_copy(update=changed)})

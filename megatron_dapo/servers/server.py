@@ -1,6 +1,7 @@
 """One server of a run: its state and its requests."""
 
 import asyncio
+import time
 import uuid
 from dataclasses import dataclass, field
 
@@ -38,6 +39,15 @@ class Server:
     def answers(self) -> bool:
         """Return whether requests or a push can reach it."""
         return self.state in (ServerState.BEHIND, ServerState.CURRENT)
+
+    def paused_s(self, is_paused: bool) -> float:
+        """Return the seconds for which it has been paused under requests. is_paused: seen now."""
+        if not (is_paused and self.num_in_flight > 0):
+            self.paused_since = None
+            return 0.0
+        now = time.monotonic()
+        self.paused_since = now if self.paused_since is None else self.paused_since
+        return now - self.paused_since
 
     async def generate(
         self,

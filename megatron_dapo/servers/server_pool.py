@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager, suppress
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
 from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
+from megatron_dapo.servers.followed_lease import turn_awake
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import KeyRefused, ServerError
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
 from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.storage.lease import LeaseFolder
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,9 @@ class ServerPool:
 
     All servers are watched, also at work: requests at a lost one end at once with a ServerError. A
     server no longer listed finishes its requests, and is watched until then.
+
+    With shared GPUs servers are asked nothing while they sleep, and a paused one is never told to
+    continue: it may sleep, or lack the push of its weights. It is BEHIND, whatever its version.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class ServerPool:
         report_unresponsive: Callable[[dict[str, str]], None] = lambda why: None,
         push_s: float = 0.0,
         keeps_caches: bool = False,
+        lease: LeaseFolder | None = None,
     ) -> None:
         """Prepare; `start` asks the servers.
 
@@ -65,6 +71,7 @@ class ServerPool:
             push_s: how long a push may pause servers with requests; 0 = pushes come between
                 requests.
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
+            lease: of shared GPUs. `start` and `expect` come while it is the servers'.
         """
         self.servers: list[Server] = []
         self.version: int | None = None
@@ -81,6 +88,7 @@ class ServerPool:
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
         self._push_s = push_s
+        self._lease = lease
         # a server outlives a run: prefixes read by other runs at the same version, by other
         # weights, are not this run's
         self._salt = uuid.uuid4().hex if keeps_caches else None
@@ -369,7 +377,7 @@ class ServerPool:
     async def _probe_one(self, server: Server) -> None:
         try:
             version, is_paused = await self._ask(server)
-            if is_paused and version == self.version:
+            if is_paused and version == self.version and self._lease is None:
                 await self._resume(server)
                 is_paused = False
         except ServerError as error:
@@ -417,13 +425,18 @@ class ServerPool:
     async def _watch_one(self, server: Server) -> None:
         while True:
             await asyncio.sleep(self._probe_interval_s)
-            await self._look_after(server)
-            await self._note_kv_used(server)
+            if (turn := turn_awake(self._lease)) is None:
+                server.num_misses = 0
+                continue
+            await self._look_after(server, turn)
+            if turn_awake(self._lease) == turn:
+                await self._note_kv_used(server)
 
-    async def _look_after(self, server: Server) -> None:
+    async def _look_after(self, server: Server, turn: int) -> None:
         """Ask for its health and its weights; it may miss a check.
 
-        The requests of a lost or restarted server are lost too.
+        The requests of a lost or restarted server are lost too. turn: of the lease; in another one
+        the answers mean nothing.
         """
         try:
             version, is_paused = await self._ask(server)
@@ -431,6 +444,8 @@ class ServerPool:
             if version == FOREIGN_VERSION and not is_paused:
                 version, is_paused = await self._ask(server)
         except ServerError as error:
+            if turn_awake(self._lease) != turn:
+                return
             server.num_misses += 1
             if server.num_misses == _MISSES:
                 self._report_unresponsive({server.url: str(error)})
@@ -439,11 +454,15 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
-        if server.state is ServerState.ILL:  # found by `expect` since it was asked
+        # found ill by `expect` since it was asked, or put to sleep
+        if server.state is ServerState.ILL or turn_awake(self._lease) != turn:
             return
-        is_overdue = self._is_paused_by_others(server, is_paused)
-        # a pause, or a version newer than expected, is a push under way, before `expect` is told of
-        # it
+        if is_paused and self._lease is not None:
+            self._classify(server, version, is_paused)
+            server.drop_requests()
+            return
+        is_overdue = server.paused_s(is_paused) >= PAUSE_S + self._push_s
+        # a pause or a newer version is a push under way, before `expect` is told of it
         is_newer = self.version is not None and version > self.version
         is_in_push = is_newer or (is_paused and not is_overdue)
         if is_in_push and server.state is not ServerState.DOWN:
@@ -466,20 +485,13 @@ class ServerPool:
         with suppress(ServerError):
             self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
 
-    def _is_paused_by_others(self, server: Server, is_paused: bool) -> bool:
-        """Return whether it has been paused under requests for longer than a push may take."""
-        if not (is_paused and server.num_in_flight > 0):
-            server.paused_since = None
-            return False
-        if server.paused_since is None:
-            server.paused_since = time.monotonic()
-        return time.monotonic() - server.paused_since >= PAUSE_S + self._push_s
-
     async def _watch_all(self) -> None:
         while True:
             await asyncio.sleep(self._probe_interval_s)
             self._take_list(self._listed.read_or_keep())
             self._follow()
+            if turn_awake(self._lease) is None:  # the clock of "all are down" stands
+                self._all_down_since = None
             since = self._all_down_since
             if since is not None and time.monotonic() - since > self._down_timeout_s:
                 self._failure = ServersLost(

@@ -9,10 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_dapo.common.files import write_whole
+from megatron_dapo.servers.followed_lease import turn_awake
 from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.storage.lease import LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,10 @@ def report_unresponsive(run: RunFolder, why: Mapping[str, str]) -> None:
             log.warning("%s does not answer, and its supervisor cannot be told: %s", url, error)
 
 
+class _FellAsleep(Exception):
+    """The lease of shared GPUs changed during a question: its answer means nothing."""
+
+
 class ServerWatch:
     """A thread that asks one server for its health every few seconds, until `stop`.
 
@@ -52,10 +59,17 @@ class ServerWatch:
     A note of `report_unresponsive` makes the server suspect: its limit is SUSPECT_LIMIT_S until it
     is seen to work. A paused server stays suspect: it may answer while its GPUs wait for a dead
     one.
+
+    With shared GPUs a server is asked nothing while it sleeps, and with each change of the lease
+    all begins anew. Pushes come while servers sleep: an awake one that stays paused does not work.
     """
 
     def __init__(
-        self, status_of: Callable[[HealthCheck, float], int | None], silent_limit_s: float, note: Path
+        self,
+        status_of: Callable[[HealthCheck, float], int | None],
+        silent_limit_s: float,
+        note: Path,
+        lease: LeaseFolder | None = None,
     ) -> None:
         """Begin to watch.
 
@@ -63,13 +77,17 @@ class ServerWatch:
             status_of: (check, seconds) -> status of the answer; None without one.
             silent_limit_s: longest silence of an unsuspected server's scheduler, in seconds.
             note: file of `report_unresponsive` about this server.
+            lease: of shared GPUs.
         """
         self._status_of = status_of
         self._note = note
         self._limits = {
             HealthCheck.SCHEDULER_ANSWERS: silent_limit_s,
             HealthCheck.GENERATED_LATELY: GENERATE_LIMIT_S,
+            HealthCheck.TAKES_REQUESTS: GENERATE_LIMIT_S,
         }
+        self._lease = lease
+        self._turn = turn_awake(lease)  # of the lease, to which the misses belong
         self._is_ill = False
         self._is_suspect = False
         self._num_misses = 0
@@ -81,7 +99,7 @@ class ServerWatch:
 
     def failure(self) -> str | None:
         """Return its failure to answer in words; None while it works."""
-        if self._num_misses < MIN_MISSES:
+        if self._num_misses < MIN_MISSES or turn_awake(self._lease) != self._turn:
             return None
         silence_s = time.monotonic() - self._answered_at
         limit_s = self._limits[self._unanswered]
@@ -96,20 +114,34 @@ class ServerWatch:
     def _run(self) -> None:
         due = time.monotonic() + ASK_INTERVAL_S
         while not self._ended.wait(POLL_INTERVAL_S):
+            turn = turn_awake(self._lease)
+            if turn != self._turn:
+                self._begin_anew()
+                self._turn = turn  # the last: `failure` compares it
+                due = time.monotonic() + ASK_INTERVAL_S
+            if turn is None:
+                continue
             if not self._is_suspect and self._note.exists():
                 self._is_suspect = True
-                self._num_misses = 0
-                self._answered_at = time.monotonic()
+                self._begin_anew()
             if self._is_suspect or time.monotonic() >= due:
-                self._look()
+                with suppress(_FellAsleep):
+                    self._look()
                 due = time.monotonic() + ASK_INTERVAL_S
+
+    def _begin_anew(self) -> None:
+        self._num_misses = 0
+        self._answered_at = time.monotonic()
 
     def _look(self) -> None:
         asked_at = time.monotonic()
-        if self._status_of(HealthCheck.SCHEDULER_ANSWERS, ANSWER_S) is None:
+        if self._ask(HealthCheck.SCHEDULER_ANSWERS, ANSWER_S) is None:
             self._miss(HealthCheck.SCHEDULER_ANSWERS)
             return
-        is_paused = not self._is_ill and self._status_of(HealthCheck.TAKES_REQUESTS, ANSWER_S) == UNAVAILABLE
+        is_paused = not self._is_ill and self._ask(HealthCheck.TAKES_REQUESTS, ANSWER_S) == UNAVAILABLE
+        if is_paused and self._lease is not None:
+            self._miss(HealthCheck.TAKES_REQUESTS)
+            return
         self._is_ill = not is_paused and not self._generates()
         if self._is_ill:
             self._miss(HealthCheck.GENERATED_LATELY)
@@ -120,8 +152,15 @@ class ServerWatch:
             self._is_suspect = False
             self._remove_note()
 
+    def _ask(self, check: HealthCheck, timeout_s: float) -> int | None:
+        """Return the status of the answer, None without one. Raises _FellAsleep."""
+        status = self._status_of(check, timeout_s)
+        if turn_awake(self._lease) != self._turn:
+            raise _FellAsleep
+        return status
+
     def _generates(self) -> bool:
-        status = self._status_of(HealthCheck.GENERATED_LATELY, HEALTH_ANSWER_S)
+        status = self._ask(HealthCheck.GENERATED_LATELY, HEALTH_ANSWER_S)
         return status is not None and status != UNAVAILABLE
 
     def _miss(self, check: HealthCheck) -> None:

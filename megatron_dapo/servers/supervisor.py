@@ -2,29 +2,24 @@
 
 import json
 import logging
-import os
 import socket
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of
 from megatron_dapo.common.addresses import node_name
-from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.log_lines import last_error
-from megatron_dapo.config.derived import replays_servers_experts, servers_per_node
+from megatron_dapo.config.derived import servers_per_node
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.child_process import TAIL_PREFIX, ChildProcess
+from megatron_dapo.servers.followed_lease import FollowedLease, lease_of
+from megatron_dapo.servers.server_command import ServerCommand, ServerCommandMaker, assign_gpus, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, StartEvent, StartState, health_status
 from megatron_dapo.servers.server_watch import PUSH_MARGIN_S, ServerWatch
-from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
-from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key, server_key_file
+from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key
 
 log = logging.getLogger(__name__)
 
@@ -45,17 +40,6 @@ class ServerFailure(RuntimeError):
         first, *tail = str(self).splitlines()
         error = last_error([line.removeprefix(TAIL_PREFIX) for line in tail])
         return f"{first} ({error})" if error else first
-
-
-@dataclass(frozen=True)
-class ServerCommand:
-    """The command line of a server and all its variables; the same for its restarts."""
-
-    command: tuple[str, ...]
-    environment: dict[str, str]
-
-
-ServerCommandMaker = Callable[[Config, str, int, list[str]], ServerCommand]
 
 
 class ServerStart:
@@ -89,6 +73,7 @@ class SupervisedServer:
         self.command = command
         self.log_file = log_file
         self.current: ServerStart | None = None  # the last start; None while it is stopped
+        self._last_process: ChildProcess | None = None
         self.num_restarts = 0
         self.num_failed_starts = 0  # in a row
         self.starts_again_at = 0.0  # while it waits
@@ -101,6 +86,7 @@ class SupervisedServer:
         state = self.state.after(StartEvent.STARTED)
         self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
         self.state = state  # a process that could not be started has changed nothing
+        self._last_process = self.current.process
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
 
     def begin_watch(self, current: ServerStart, watch: ServerWatch) -> None:
@@ -121,6 +107,11 @@ class SupervisedServer:
             self.current.files.remove()
         self.current = None
 
+    def is_gone(self) -> bool:
+        """Return whether it is not at work, and none of its processes is left."""
+        is_ended = self.state in (StartState.STOPPED, StartState.WAITING)
+        return is_ended and (self._last_process is None or self._last_process.is_gone())
+
     def status_of(self, check: HealthCheck, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
         """Return the status of its answer; None without one."""
         return health_status(self.url, check, self._headers, timeout_s)
@@ -132,6 +123,8 @@ class ServerSupervisor:
     URLs are known from construction on and survive restarts. So does the key in `key_file`,
     demanded by the servers. One thread owns a supervisor: it calls `start`, then `check` every
     second or so, and `stop` in the end.
+
+    With shared GPUs it follows their lease: servers are started only while the lease is theirs.
     """
 
     def __init__(
@@ -159,12 +152,14 @@ class ServerSupervisor:
         self.key_file = make_server_key(config)
         key = read_server_key(self.key_file)
         self._run = RunFolder.of(config.trainer)
+        self._lease_folder = lease_of(config)
+        self._lease = FollowedLease(self._lease_folder, f"{name}-{node_name()}")
         self._silent_limit_s = config.weight_sync.timeout_s + PUSH_MARGIN_S
         num_servers = servers_per_node(config)
         numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
         self._ports = [ReservedPort(server.host, number) for number in numbers]
         self.urls = [f"http://{_reachable(server.host)}:{port.number}" for port in self._ports]
-        gpus = _assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
+        gpus = assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
         make = command_of or sglang_command
         self.were_healthy = False  # all of them, at some time
         self._servers = [
@@ -200,7 +195,8 @@ class ServerSupervisor:
         """Look at every server once and restart the dead and the failed ones.
 
         A server that died more than `max_restarts` times, or is not healthy at its deadline, is
-        given up. Return whether all others are healthy.
+        given up. Return whether all others are healthy. The lease of shared GPUs is obeyed, and
+        answered with the servers that have no process left.
 
         Raises ServerFailure if none is left, or if a server would be given up before all were
         healthy once: then it is a mistake.
@@ -212,7 +208,14 @@ class ServerSupervisor:
             StartState.STARTING: self._check_start,
             StartState.WORKING: self._check_work,
         }
-        healthy = all([checks[server.state](server, current) for server, current in running])
+        condemned = self._lease.look()
+        try:
+            for server, current in running:
+                if server.url in condemned and server.state is not StartState.WAITING:
+                    self._restart(server, current, "is condemned by the trainer, and is killed")
+            healthy = all([checks[server.state](server, current) for server, current in self._running()])
+        finally:
+            self._answer_lease()
         self.were_healthy |= healthy
         return healthy
 
@@ -233,6 +236,7 @@ class ServerSupervisor:
         for server, current in running:
             current.stop_process(max(0.0, deadline - time.monotonic()))
             server.forget()
+        self._answer_lease()
         for port in self._ports:
             port.release()
 
@@ -240,8 +244,12 @@ class ServerSupervisor:
         """Return the servers not stopped, with their last starts."""
         return [(server, server.current) for server in self._servers if server.current is not None]
 
+    def _answer_lease(self) -> None:
+        gone = [server.url for server in self._servers if server.is_gone()]
+        self._lease.answer(gone, for_good=not self._running())
+
     def _start_if_due(self, server: SupervisedServer, current: ServerStart) -> bool:
-        if time.monotonic() >= server.starts_again_at:
+        if self._lease.is_with_servers and time.monotonic() >= server.starts_again_at:
             server.start(self._settings.startup_timeout_s)
         return False
 
@@ -260,11 +268,17 @@ class ServerSupervisor:
         if code is not None:
             self._restart(server, current, exit_phrase(code))
             return False
+        if not self._lease.is_with_servers:
+            log.warning("%s was not healthy before the trainer takes the GPUs; it is started again later", server.name)
+            current.stop_process(0.0)
+            server.wait(0.0)
+            return False
         is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
         current.files.note(current.process.pids())
         if is_up:
             note = self._run.unresponsive(server.url)
-            server.begin_watch(current, ServerWatch(server.status_of, self._silent_limit_s, note))
+            watch = ServerWatch(server.status_of, self._silent_limit_s, note, self._lease_folder)
+            server.begin_watch(current, watch)
             return True
         if time.monotonic() > current.deadline:
             why = (
@@ -303,86 +317,6 @@ class ServerSupervisor:
         if not num_left:
             raise ServerFailure(f"none is left; the last one: {why}")
         log.error("%s is given up, %d of %d servers are left. %s", server.name, num_left, len(self._servers), why)
-
-
-def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> ServerCommand:
-    """Return the command of an SGLang server.
-
-    gpus: the value of CUDA_VISIBLE_DEVICES; empty on a CPU.
-    """
-    from megatron_dapo.platform import nccl
-
-    # not at the top: it imports torch, and the controller works without torch
-    from megatron_dapo.platform.device import is_gpu, model_dtype
-
-    rollout = config.actor_rollout_ref.rollout
-    model = ModelFolder.of(config.actor_rollout_ref.model.path)
-    settings = rollout.server
-    dtype = str(model_dtype(config.actor_rollout_ref.actor.megatron.dtype)).removeprefix("torch.")
-    arguments = [
-        *("--model-path", str(model.hf)),
-        *("--host", host),
-        *("--port", str(port)),
-        *("--tp-size", str(settings.tensor_model_parallel_size)),
-        *("--dtype", dtype),
-        *("--log-level-http", "warning"),  # else one line per request
-    ]
-    if replays_servers_experts(config):
-        arguments.append("--enable-return-routed-experts")
-    if rollout.deterministic:
-        arguments.append("--enable-deterministic-inference")
-    model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
-    if model_json.get("n_shared_experts"):
-        # else a GPU server keeps the shared expert as one more of the others, under names outside
-        # the comparison
-        arguments.append("--disable-shared-experts-fusion")
-    # only the trainer reads such weights; its first push comes before the first sample
-    if model.megatron:
-        arguments += ("--load-format", "dummy")
-    if is_gpu():
-        environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most,
-        # per log-prob
-        arguments.append("--enable-fp32-lm-head")
-        if has_stacked_experts(model_json):
-            # else SGLang takes its backend triton_kernel: it holds experts transposed, so that they
-            # cannot be compared, and answers zeros in place of the experts chosen by its routers
-            arguments += ("--moe-runner-backend", "triton")
-        arguments += _words_of_options(
-            ("--max-total-tokens", settings.max_total_tokens),
-            ("--max-running-requests", settings.max_running_requests),
-            ("--mem-fraction-static", settings.mem_fraction_static),
-        )
-    else:
-        from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported on a GPU machine
-
-        environment = cpu_server.server_environment(tensor_model_parallel_size=settings.tensor_model_parallel_size)
-        arguments += cpu_server.server_arguments(settings.max_total_tokens, settings.max_running_requests)
-        if rollout.deterministic:
-            arguments += cpu_server.WHOLE_PROMPTS
-    program = ("-m", "megatron_dapo.servers.keyed_sglang", str(server_key_file(config)))
-    command = (sys.executable, *program, *arguments, *settings.extra_args)
-    environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
-    return ServerCommand(command, environment)
-
-
-def _own_tools(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return a PATH with our Python's programs first, as in its activated environment.
-
-    A GPU server compiles kernels at its start, and runs `ninja` for that.
-    """
-    return {"PATH": os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])}
-
-
-def _no_proxy(environment: Mapping[str, str], host: str) -> dict[str, str]:
-    """Return variables that keep a server's requests to itself away from the cluster's proxy.
-
-    A server asks itself for its first answer, and ends if none comes.
-    """
-    hosts = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    if hosts.strip() == "*":  # only a lone * means all hosts
-        return {}
-    return {"no_proxy": ",".join([*filter(None, [hosts]), *dict.fromkeys(["127.0.0.1", "localhost", "::1", host])])}
 
 
 class ReservedPort:
@@ -427,37 +361,3 @@ def _reachable(host: str) -> str:
                 f"instead."
             ) from error
     return f"[{host}]" if ":" in host else host
-
-
-def _words_of_options(*options: tuple[str, object]) -> list[str]:
-    """Return the command-line words of the options that have a value."""
-    return [word for name, value in options if value is not None for word in (name, str(value))]
-
-
-def _assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[list[str]]:
-    """Return each server's GPUs, numbered as in this process's CUDA_VISIBLE_DEVICES; none on a CPU.
-
-    Raises UserError if there are too few, or none usable by torch.
-    """
-    from megatron_dapo.platform.device import is_gpu, require_usable_gpus
-
-    require_usable_gpus()
-    if not is_gpu():
-        return [[] for _ in range(num_servers)]
-    visible = visible_gpus()
-    needed = first_gpu + num_servers * gpus_per_server
-    if needed > len(visible):
-        raise UserError(
-            f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after the {first_gpu} "
-            f"GPUs of the trainer need {needed} GPUs, this machine offers {len(visible)}; use fewer servers or ranks."
-        )
-    starts = range(first_gpu, needed, gpus_per_server)
-    return [visible[start : start + gpus_per_server] for start in starts]
-
-
-def visible_gpus() -> list[str]:
-    """Return this machine's GPUs by their names in CUDA_VISIBLE_DEVICES."""
-    import torch
-
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]

@@ -130,6 +130,12 @@ class RunFolder:
         `storage.lease`."""
         return self.path / "lease"
 
+    @property
+    def ledger(self) -> Path:
+        """Return the folder of the accounts of imagined GPUs, in a run with `hybrid_engine` on a
+        CPU."""
+        return self.path / "ledger"
+
     def unresponsive(self, url: str) -> Path:
         """Return the path of the note that tells a server's supervisor that the server did not
         answer."""

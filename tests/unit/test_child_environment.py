@@ -18,7 +18,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform.sglang_cpu import cpu_server
 from megatron_dapo.rewards.reward_pool import RewardPool
-from megatron_dapo.servers.supervisor import sglang_command
+from megatron_dapo.servers.server_command import sglang_command
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

@@ -23,7 +23,7 @@ from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import Generation, SamplingParams
-from megatron_dapo.servers.supervisor import sglang_command
+from megatron_dapo.servers.server_command import sglang_command
 from tests.config_overrides import mistakes
 from tests.fake_rollout import Script, run_in_folder, write_files
 from tests.synthetic import synthetic_groups

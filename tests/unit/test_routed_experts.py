@@ -30,8 +30,8 @@ from megatron_dapo.rollout.trajectory import Budget, Trajectory, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
 from megatron_dapo.servers.run_servers import _of_reward_model
 from megatron_dapo.servers.server import Server
+from megatron_dapo.servers.server_command import sglang_command
 from megatron_dapo.servers.server_error import ServerError
-from megatron_dapo.servers.supervisor import sglang_command
 from megatron_dapo.training.expert_cut import ExpertCut
 from tests.synthetic import synthetic_groups, with_experts
 from tests.tiny_models import make_tiny

@@ -1,15 +1,20 @@
 """Servers alive but no longer working; stand-ins answer as a file tells them to."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from megatron_dapo.servers import server_watch
-from megatron_dapo.servers.server_watch import report_unresponsive
+from megatron_dapo.servers.followed_lease import turn_awake
+from megatron_dapo.servers.server_health import HealthCheck
+from megatron_dapo.servers.server_watch import ServerWatch, report_unresponsive
 from megatron_dapo.servers.supervisor import ServerSupervisor
+from megatron_dapo.storage.lease import Holder, LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.unit.test_supervisor import eventually, supervisor
 
@@ -125,3 +130,138 @@ def test_one_that_a_push_left_out_must_also_generate_once_it_goes_on(started, an
 def test_notes_that_cannot_be_written_are_no_failure_of_the_trainer(tmp_path, caplog):
     report_unresponsive(RunFolder(Path("/dev/null/run")), {"http://a:1": "any"})
     assert "http://a:1 does not answer, and its supervisor cannot be told" in caplog.text
+
+
+class AskedServer:
+    """A server's health on paper; a question can be held before its answer."""
+
+    def __init__(self, lease: LeaseFolder, note: Path) -> None:
+        self.answers = dict(AT_WORK)
+        self.num_asked = 0
+        self._may_answer, self._is_held = True, False
+        self._changed = threading.Condition()
+        self.watch = ServerWatch(self._status_of, 1.0, note, lease)
+
+    def _status_of(self, check: HealthCheck, timeout_s: float) -> int | None:
+        with self._changed:
+            self.num_asked += 1
+            self._is_held = True
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._may_answer, 60)
+            self._is_held = False
+            self._changed.notify_all()
+        return self.answers[check]
+
+    def hold(self) -> None:
+        """Wait for the next question, and hold it."""
+        with self._changed:
+            self._may_answer = False
+            assert self._changed.wait_for(lambda: self._is_held, 60)
+
+    def let_go(self) -> None:
+        """Answer the question, and the following ones."""
+        with self._changed:
+            before, self._may_answer = self.num_asked, True
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: not self._is_held or self.num_asked > before, 60)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """The watches' time; they ask at every look."""
+    made = SimpleNamespace(now=0.0, monotonic=lambda: made.now)
+    monkeypatch.setattr(server_watch, "time", made)
+    for name, value in (("ASK_INTERVAL_S", 0.0), ("POLL_INTERVAL_S", 0.001)):
+        monkeypatch.setattr(server_watch, name, value)
+    return made
+
+
+@pytest.fixture
+def lease(tmp_path) -> LeaseFolder:
+    return LeaseFolder(RunFolder(tmp_path / "run").lease)
+
+
+@pytest.fixture
+def asked(lease, tmp_path, clock) -> Iterator[AskedServer]:
+    server = AskedServer(lease, tmp_path / "note")
+    yield server
+    server.watch.stop()
+    server.let_go()
+
+
+def looks(monkeypatch, number: int) -> None:
+    """Wait until the watch has looked that often at the lease."""
+    done = threading.Semaphore(0)
+
+    def look(lease):
+        done.release()
+        return turn_awake(lease)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(server_watch, "turn_awake", look)
+        for _ in range(number):
+            assert done.acquire(timeout=60)
+
+
+def test_a_sleeping_server_is_asked_nothing_though_others_call_it_suspect(asked, lease, tmp_path, monkeypatch):
+    asked.hold()
+    asked.let_go()
+    lease.write(Holder.MOVING)
+    looks(monkeypatch, 3)  # a question may have been under way
+    (tmp_path / "note").write_text("any")
+    before = asked.num_asked
+    for holder in (Holder.MOVING, Holder.TRAINER):
+        lease.write(holder)
+        looks(monkeypatch, 20)
+    assert asked.num_asked == before and asked.watch.failure() is None
+    lease.write(Holder.SERVERS)
+    asked.hold()
+
+
+def test_a_question_that_straddles_the_sleep_counts_for_nothing(asked, lease, clock, monkeypatch):
+    """Begun awake, it goes unanswered since the server was put to sleep."""
+    monkeypatch.setattr(server_watch, "MIN_MISSES", 1)
+    asked.answers = dict(STUCK)
+    asked.hold()
+    lease.write(Holder.MOVING)
+    lease.write(Holder.SERVERS)
+    clock.now = 100.0  # beyond every limit
+    asked.let_go()
+    asked.hold()  # one of those after waking
+    assert asked.watch.failure() is None
+
+
+def test_no_further_question_of_a_look_reaches_a_server_that_fell_asleep(asked, lease, monkeypatch):
+    asked.hold()
+    before = asked.num_asked
+    lease.write(Holder.MOVING)
+    asked.let_go()
+    looks(monkeypatch, 20)
+    assert asked.num_asked == before
+
+
+def test_misses_before_a_sleep_are_forgotten_and_a_server_that_does_not_work_afterwards_is_found(asked, lease, clock):
+    asked.answers = dict(STUCK)
+    asked.hold()
+    asked.let_go()
+    clock.now = 50.0
+    assert eventually(lambda: asked.watch.failure() is not None)
+    lease.write(Holder.TRAINER)
+    assert asked.watch.failure() is None
+    clock.now = 1000.0
+    lease.write(Holder.SERVERS)
+    for _ in range(2):
+        assert asked.watch.failure() is None, "its clock starts anew"
+        asked.hold()
+        asked.let_go()
+    clock.now = 1002.0
+    assert eventually(lambda: asked.watch.failure() == "has not answered /server_info for 2 s")
+
+
+def test_an_awake_server_that_stays_paused_is_found_and_not_asked_to_generate(asked, clock):
+    """Pushes come while it sleeps: this one was forgotten."""
+    asked.answers = PAUSED | {"/health_generate": None}
+    asked.hold()
+    asked.let_go()
+    clock.now = 10.0
+    assert eventually(lambda: asked.watch.failure() == "has not answered /ready for 10 s")

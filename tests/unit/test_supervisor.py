@@ -20,14 +20,9 @@ import torch
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.server_command import ServerCommand, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
-from megatron_dapo.servers.supervisor import (
-    ReservedPort,
-    ServerCommand,
-    ServerFailure,
-    ServerSupervisor,
-    sglang_command,
-)
+from megatron_dapo.servers.supervisor import ReservedPort, ServerFailure, ServerSupervisor
 from tests import fake_server
 from tests.helpers import REPOSITORY
 

@@ -1,0 +1,152 @@
+"""Demands of trainer and servers on the same GPUs (`hybrid_engine`) on the other keys, and on this
+machine's GPUs."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+
+from megatron_dapo.checks.known_mistakes import known_mistakes
+from megatron_dapo.checks.rollout_checks import EXTRA_ARGS
+from megatron_dapo.common import nvidia_driver
+from megatron_dapo.config.derived import has_given_servers, shares_gpus, starts_reward_model, world_size
+from megatron_dapo.config.key_names import ROLLOUT
+from megatron_dapo.config.schema.config import Config
+
+HYBRID_ENGINE = "actor_rollout_ref.hybrid_engine"
+_IS_ON = f"but with {HYBRID_ENGINE} true"
+_OR_OFF = "or set hybrid_engine to false"
+_NO_DRAFT = "a sleeping server with a draft model hangs when it wakes"
+_GRAPHS = "which graphs a server captures decides whether it can sleep, and is chosen for it"
+_OWN_START = "the servers' sleep is set up for them"
+# beginnings of options of `sglang.launch_server` -> why a server that sleeps cannot have them
+REFUSED_ASLEEP = {
+    "--enable-memory-saver": _OWN_START,
+    "--enable-weights-cpu-backup": "each push brings all weights, and a copy of them would fill the machine's memory",
+    "--speculative-": _NO_DRAFT,
+    "--enable-draft-weights-cpu-backup": _NO_DRAFT,
+    "--cuda-graph-config": _GRAPHS,
+    "--cuda-graph-backend-": _GRAPHS,
+    "--debug-cuda-graph": _GRAPHS,
+    "--cpu-offload-gb": "weights in the machine's memory do not go to sleep",
+    "--weight-cache-": "weights of a cache in other processes do not go to sleep",
+}
+_NVIDIA_SMI_S = 20.0
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def given_servers(config: Config) -> Iterator[str]:
+    """Yield a mistake for servers given to a run that puts its own to sleep. This holds for the
+    user's own config, as `starts_servers`."""
+    if shares_gpus(config) and has_given_servers(config):
+        rollout = config.actor_rollout_ref.rollout
+        key = "server_urls" if rollout.server_urls else "server_urls_file"
+        value = ", ".join(rollout.server_urls) or rollout.server_urls_file
+        yield (
+            f"{ROLLOUT}.{key} is {value}, {_IS_ON} the run starts its servers itself, on the trainer's GPUs; remove "
+            f"{key}, {_OR_OFF}."
+        )
+
+
+def _staleness(config: Config) -> Iterator[str]:
+    staleness = config.actor_rollout_ref.rollout.max_staleness
+    if staleness:
+        yield (
+            f"{ROLLOUT}.max_staleness is {staleness}, {_IS_ON} no server samples while the trainer trains; set "
+            f"max_staleness to 0, {_OR_OFF}."
+        )
+
+
+def _server_nodes(config: Config) -> Iterator[str]:
+    nodes = config.actor_rollout_ref.rollout.server.nnodes
+    if nodes:
+        yield (
+            f"{ROLLOUT}.server.nnodes is {nodes}, {_IS_ON} the servers are on the trainer's nodes; set nnodes to 0, "
+            f"{_OR_OFF}."
+        )
+
+
+def _server_gpus(config: Config) -> Iterator[str]:
+    """Yield a mistake unless the servers fill the ranks' GPUs, each within a node."""
+    server, trainer = config.actor_rollout_ref.rollout.server, config.trainer
+    tp = server.tensor_model_parallel_size
+    ranks = f"trainer.nnodes {trainer.nnodes} x trainer.n_procs_per_node {trainer.n_procs_per_node}"
+    if trainer.n_procs_per_node % tp:
+        yield (
+            f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, {_IS_ON} it must divide trainer.n_procs_per_node "
+            f"{trainer.n_procs_per_node}: a server does not span nodes; set it to a divisor, {_OR_OFF}."
+        )
+    elif server.num_servers * tp != world_size(config):
+        yield (
+            f"{ROLLOUT}.server.num_servers {server.num_servers} x tensor_model_parallel_size {tp} is "
+            f"{server.num_servers * tp}, {_IS_ON} it must be {world_size(config)}, the trainer's GPUs ({ranks}); set "
+            f"num_servers to {world_size(config) // tp}, {_OR_OFF}."
+        )
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    if starts_reward_model(config):
+        yield (
+            f"reward.model.path is {config.reward.model.path}, {_IS_ON} no GPU is left for its server; start it on "
+            f"GPUs of its own (`python -m launch.sglang_server --serve reward-model`) and give reward.model.url, "
+            f"{_OR_OFF}."
+        )
+
+
+def _server_options(config: Config) -> Iterator[str]:
+    arguments = config.actor_rollout_ref.rollout.server.extra_args
+    for option in dict.fromkeys(argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
+        # SGLang takes an option's beginning for the whole of it
+        beginnings = (name for name in REFUSED_ASLEEP if option.startswith(name) or name.startswith(option))
+        if len(option) > 2 and (name := next(beginnings, None)):
+            yield f"{EXTRA_ARGS} has {option}, {_IS_ON} {REFUSED_ASLEEP[name]}; leave it out, {_OR_OFF}."
+    if re.search(r"--load-format[ =]flash_rl\b", " ".join(arguments)):
+        yield (
+            f"{EXTRA_ARGS} has --load-format flash_rl, {_IS_ON} quantized weights would have to survive the servers' "
+            f"sleep, which is untested; leave --quantization and --load-format out, {_OR_OFF}."
+        )
+
+
+def _of_shared_gpus(config: Config) -> Iterator[str]:
+    if shares_gpus(config):
+        yield from known_mistakes((_staleness, _server_nodes, _server_gpus, _reward_model, _server_options), config)
+
+
+def _machine_of_shared_gpus(config: Config) -> Iterator[str]:
+    """Look at the GPUs and their allocator, on machines with GPUs only."""
+    if shares_gpus(config) and nvidia_driver.is_loaded():
+        yield from _expandable_segments()
+        yield from _gpu_instances()
+
+
+def _expandable_segments() -> Iterator[str]:
+    for name in _ALLOCATOR_VARIABLES:
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            yield (
+                f"{name} is {os.environ[name]}, {_IS_ON} weights are handed to the servers, which expandable segments "
+                f"cannot be; take expandable_segments out of {name}, {_OR_OFF}."
+            )
+
+
+def _gpu_instances() -> Iterator[str]:
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if all(name.isdigit() for name in names):  # numbers, or all of the machine's
+        names = _listed_by_the_driver()
+    if instance := next((name for name in names if name.startswith("MIG")), None):
+        yield (
+            f"{HYBRID_ENGINE} is true, but a GPU here is divided (MIG): {instance}; use whole GPUs, or set "
+            f"hybrid_engine to false."
+        )
+
+
+def _listed_by_the_driver() -> list[str]:
+    """Return the lines of `nvidia-smi -L`: one per GPU, and one below it per instance of MIG."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in listed.stdout.splitlines()]
+
+
+COLOCATED_CHECKS = (_of_shared_gpus,)
+SHARED_GPU_CHECKS = (_machine_of_shared_gpus,)
