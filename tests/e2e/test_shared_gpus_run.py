@@ -1,0 +1,209 @@
+"""A run whose trainer and servers use the same GPUs in turns, on imagined GPUs of a CPU."""
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+
+from examples.arithmetic.problems import BASE, write_files
+from launch.local import main
+from megatron_dapo.servers.run_servers import RunServers
+from megatron_dapo.storage.lease import Holder, LeaseFolder
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.closing_table import read_metrics
+from tests.forked_local import run_here
+from tests.helpers import REPOSITORY
+from tests.proofs import amount
+
+pytestmark = pytest.mark.e2e
+
+DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
+NUM_STEPS = 4
+NUM_KILL_STEPS = amount(9, 50)
+SERVER = "actor_rollout_ref.rollout.server"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> tuple[Path, Path]:
+    """Prompts to train on, and those held out."""
+    return write_files(tmp_path_factory.mktemp("data"))
+
+
+def keys(data: tuple[Path, Path], run: RunFolder, num_steps: int) -> list[str]:
+    return [
+        f"actor_rollout_ref.model.path={BASE}",
+        f"data.train_files=[{data[0]}]",
+        "data.train_batch_size=4",
+        "data.gen_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "algorithm.dynamic_sampling.enable=false",
+        "weight_sync.verify_num_tensors=10000",
+        f"trainer.total_training_steps={num_steps}",
+        "trainer.logger=[jsonl]",
+        f"trainer.run_dir={run.path}",
+    ]
+
+
+SHARED = ["actor_rollout_ref.hybrid_engine=true", f"{SERVER}.num_servers=2"]
+
+
+@pytest.fixture(scope="module")
+def shared(data, tmp_path_factory) -> RunFolder:
+    run = RunFolder(tmp_path_factory.mktemp("shared") / "run")
+    more = [f"data.val_files=[{data[1]}]", "trainer.test_freq=2", "trainer.save_interval=2"]
+    run_here(main, *DEMO, *keys(data, run, NUM_STEPS), *SHARED, *more, "trainer.dump_batches=true")
+    return run
+
+
+def test_every_push_is_verified_and_every_step_is_trained(shared):
+    steps = [line for line in read_metrics(shared.metrics) if "actor/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
+    for line in steps:
+        assert line["weight_sync/num_servers"] == 2 and line["weight_sync/num_rejoins"] == 0
+        assert line["weight_sync/moved_gb"] > 0 and line["weight_sync/sleep_s"] > 0 and line["weight_sync/wake_s"] > 0
+        assert line["rollout/staleness_max"] == 0
+    validations = [line["step"] for line in read_metrics(shared.metrics) if "val/accuracy" in line]
+    assert validations == [0, 2, 4]
+    assert sorted(path.name for path in shared.checkpoints.iterdir()) == ["step_000002", "step_000004"]
+
+
+def test_its_weights_are_those_of_the_same_batches_on_gpus_of_their_own(shared, data, tmp_path):
+    """The replay trains on the recorded batches, without a server: nothing sleeps or is parked."""
+    replayed = RunFolder(tmp_path / "replayed")
+    run_here(main, *DEMO, "--replay", str(shared.batches), *keys(data, replayed, NUM_STEPS))
+    for name in ("model.safetensors",):
+        assert (shared.model / name).read_bytes() == (replayed.model / name).read_bytes()
+
+
+def held(folder: Path, killed: Sequence[tuple[int, float]] = ()) -> Iterator[tuple[str, dict[tuple[str, str], int]]]:
+    """Replay the accounts of each GPU: (GPU, (holder, what) -> bytes) after each entry. killed:
+    process and moment; the dead hold nothing."""
+    for path in sorted(folder.glob("*.jsonl")):
+        balance: dict[tuple[int, str, str], int] = defaultdict(int)
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            gone = {pid for pid, moment in killed if moment < entry["time"]}
+            balance = defaultdict(int, {key: value for key, value in balance.items() if key[0] not in gone})
+            balance[entry["pid"], entry["holder"], entry["what"]] += entry["bytes"]
+            now: dict[tuple[str, str], int] = defaultdict(int)
+            for (_, holder, what), num_bytes in balance.items():
+                now[holder, what] += num_bytes
+            yield path.stem, now
+
+
+def check_never_two_awake(accounts: Iterator[tuple[str, dict[tuple[str, str], int]]]) -> int:
+    """Check each moment; return their number.
+
+    Servers have a cache, and so sample, only while the trainer has nothing. While the trainer has
+    gradients or an optimizer, and so trains, the servers have nothing.
+    """
+    number = 0
+    for gpu, now in accounts:
+        trainer = {what: num_bytes for (holder, what), num_bytes in now.items() if holder == "trainer" and num_bytes}
+        server = {what: num_bytes for (holder, what), num_bytes in now.items() if holder == "server" and num_bytes}
+        assert not ("kv_cache" in server and trainer), f"{gpu}: {server} beside {trainer}"
+        assert not (trainer.keys() - {"weights"} and server), f"{gpu}: {server} beside {trainer}"
+        number += 1
+    return number
+
+
+def test_never_two_are_awake_on_a_gpu(shared):
+    # two servers and two ranks: asleep and awake, parked and restored in each step
+    assert check_never_two_awake(held(shared.ledger)) > 2 * 8 * NUM_STEPS
+    last = {gpu: now for gpu, now in held(shared.ledger)}
+    assert set(last) == {"gpu0", "gpu1"}
+
+
+class Killer(threading.Thread):
+    """Kills a server in each phase of the step, again and again: while servers sample, while memory
+    moves to the trainer, while they sleep, and while it moves back."""
+
+    PHASES = (
+        (Holder.SERVERS, Holder.MOVING),
+        (Holder.MOVING, Holder.TRAINER),
+        (Holder.TRAINER, Holder.MOVING),
+        (Holder.MOVING, Holder.SERVERS),
+    )
+
+    def __init__(self, run: RunFolder, servers: list[RunServers]) -> None:
+        super().__init__(daemon=True)
+        self._lease, self._servers = LeaseFolder(run.lease), servers
+        self.killed: list[tuple[str, int]] = []
+        self.pids: list[tuple[int, float]] = []
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        number = 0
+        while not self.over.is_set():
+            phase = self.PHASES[number % len(self.PHASES)]
+            if self._wait_for(phase) and self._kill(number % 2, phase):
+                number += 1
+                self._wait_for_restart()
+
+    def _wait_for(self, phase: tuple[Holder, Holder]) -> bool:
+        before = None
+        while not self.over.wait(0.002):
+            now = self._lease.read()
+            if now.holder is phase[0] and (phase[0] is not Holder.MOVING or before in self._origin(phase)):
+                return True
+            if now.holder is not Holder.MOVING:
+                before = now.holder
+        return False
+
+    @staticmethod
+    def _origin(phase: tuple[Holder, Holder]) -> tuple[Holder, ...]:
+        return (Holder.SERVERS,) if phase[1] is Holder.TRAINER else (Holder.TRAINER,)
+
+    def _kill(self, index: int, phase: tuple[Holder, Holder]) -> bool:
+        pids = self._servers[0].pids() if self._servers else []
+        if len(pids) != 2 or not self._servers[0].were_healthy:
+            return False
+        try:
+            server = psutil.Process(pids[index])
+            family = [*server.children(recursive=True), server]
+            for process in family:
+                process.kill()
+        except psutil.NoSuchProcess:
+            return False
+        self.pids += [(process.pid, time.time()) for process in family]
+        self.killed.append((f"{phase[0]} to {phase[1]}", index))
+        return True
+
+    def _wait_for_restart(self) -> None:
+        """Until the server has been part of a push again."""
+        turn = self._lease.read().turn
+        while not self.over.wait(0.05):
+            now = self._lease.read()
+            if now.turn >= turn + 8 and now.holder is Holder.SERVERS:
+                return
+
+
+def test_a_server_killed_in_any_phase_costs_no_step(data, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    made: list[RunServers] = []
+    make = RunServers.of
+
+    def of(*arguments, **options) -> RunServers:
+        made.append(make(*arguments, **options))
+        return made[-1]
+
+    killer = Killer(run, made)
+    with mock.patch.object(RunServers, "of", of):
+        killer.start()
+        try:
+            run_here(main, *DEMO, *keys(data, run, NUM_KILL_STEPS), *SHARED, f"{SERVER}.max_restarts=100")
+        finally:
+            killer.over.set()
+            killer.join()
+    steps = [line for line in read_metrics(run.metrics) if "actor/loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, NUM_KILL_STEPS + 1))
+    print(killer.killed)
+    assert len({phase for phase, _ in killer.killed}) == len(Killer.PHASES), killer.killed
+    assert check_never_two_awake(held(run.ledger, killer.pids)) > 0
