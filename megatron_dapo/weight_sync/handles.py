@@ -175,8 +175,8 @@ def serialized(flat: Tensor, bucket: Bucket) -> str:
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    # names devices by UUID: processes number their visible devices differently
-    monkey_patch_torch_reductions()
+    if flat.is_cuda:  # names devices by UUID: processes number their visible devices differently
+        monkey_patch_torch_reductions()
     metadata = []
     start = 0
     for spec, shape in zip(bucket.specs, bucket.shapes, strict=True):

@@ -58,7 +58,7 @@ class WeightSync(WeightPush):
             plan,
             layout,
             config,
-            lambda: Sender(layout.pp_rank, calls, plan, device, probe_s, flushes),
+            lambda: Sender(layout.pp_rank, calls, plan, device, probe_s, flushes=flushes),
             device,
         )
         # the members of the groups, the same on all ranks

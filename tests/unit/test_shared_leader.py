@@ -125,7 +125,7 @@ class World:
         self.leader = SharedLeader(lambda: list(self.servers), self.calls, 20.0, 1.0, lambda why: None, self.lease)
         self._over = threading.Event()
         self._supervisor = threading.Thread(target=self._supervise)
-        self._turn = 0
+        self._turn, self._looking = 0, threading.Lock()
         self._supervisor.start()
 
     def _supervise(self) -> None:
@@ -133,6 +133,10 @@ class World:
             self.look()
 
     def look(self) -> None:
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         lease = self.lease.read()
         if lease.turn == self._turn:
             return

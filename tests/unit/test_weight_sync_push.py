@@ -18,6 +18,7 @@ from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.platform import agreement as agreement_module
 from megatron_dapo.platform.agreement import Agreement, Deadline, SingleRank
 from megatron_dapo.weight_sync import sync
+from megatron_dapo.weight_sync.buckets import Plan
 from megatron_dapo.weight_sync.checksum import checksum
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import FINISH_BATCH_S
@@ -313,7 +314,7 @@ def test_an_abandoned_group_is_destroyed_once_by_every_member_after_its_return(m
 
     monkeypatch.setattr("megatron_dapo.weight_sync.sender.BroadcastGroup", group)
     steady, lost = "http://127.0.0.1:1", "http://127.0.0.1:2"
-    sender, deadline = Sender(0, Calls(), sync.Plan(()), torch.device("cpu")), Deadline(SOON_S)
+    sender, deadline = Sender(0, Calls(), Plan(()), torch.device("cpu")), Deadline(SOON_S)
     sender.join({steady: 1, lost: 1}, deadline)
     sender.abandon()
     sender.join({steady: 1}, deadline)
