@@ -85,7 +85,7 @@ def test_all_of_a_trained_model_goes_and_comes_back_as_it_was(layout, model_path
     parked.park_weights()
     assert parked.num_bytes >= 2 * num_trained
     rest = sum(storage.nbytes() for storage in own)
-    assert rest < 4096  # counters and constants
+    assert rest < num_bytes / 10  # rotary tables and counters; forgotten moments would be a fifth
     needed = parked.needed_bytes()
     assert needed == num_bytes - rest >= 18 * num_trained
     parked.restore()
