@@ -158,7 +158,8 @@ class Parked:
         self._book()  # it may hold more than at the last call
         found = {storage: name for storage, name in self._find()[kind].items() if storage.nbytes()}
         for storage, name in found.items():
-            assert storage.resizable(), f"{name} shares its memory (with NumPy or a process) and cannot leave the GPU"
+            is_shared = not storage.is_cuda and storage.is_shared()  # of CUDA's torch calls all shared
+            assert storage.resizable() and not is_shared, f"{name} shares its memory and cannot leave the GPU"
         if kind != _GRADIENTS:
             self._copy_to_host(list(found))
         for storage in found:

@@ -179,9 +179,12 @@ def test_the_hosts_tensors_of_an_optimizer_stay():
     assert parked.num_bytes == 4 * 4 and elsewhere.untyped_storage().nbytes() == 4 * 5
 
 
-def test_a_weight_in_foreign_memory_is_refused_by_name():
-    with pytest.raises(AssertionError, match="1 of chunk 0.*shares its memory.*cannot leave the GPU"):
-        parked_of(frozen(torch.ones(2), torch.from_numpy(np.ones(3)))).park_weights()
+@pytest.mark.parametrize("shared", [torch.from_numpy(np.ones(3)), torch.ones(3).share_memory_()])
+def test_a_weight_in_foreign_memory_is_refused_by_name(shared):
+    own = torch.ones(2)
+    with pytest.raises(AssertionError, match=r"1 of chunk 0 .*shares its memory.*cannot leave the GPU"):
+        parked_of(frozen(own, shared)).park_weights()
+    assert own.untyped_storage().nbytes() > 0  # nothing has moved
 
 
 def test_the_ledger_shows_each_kind_as_it_goes_and_comes(monkeypatch, tmp_path):
