@@ -1,5 +1,6 @@
 """What leaves the GPU while servers use it: storages, each once, found again at every call."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -199,6 +200,9 @@ def test_the_ledger_shows_each_kind_as_it_goes_and_comes(monkeypatch, tmp_path):
     optimizer.second = torch.arange(5.0)
     parked.park_states()
     assert ledger.held() == {"trainer": 4 * 6} and parked.needed_bytes() == 4 * (4 + 5 + 8)
+    lines = map(json.loads, ledger.path.read_text().splitlines())
+    states = [line["bytes"] for line in lines if line["what"] == "optimizer states"]
+    assert states == [4 * 4, 4 * 5, -4 * (4 + 5)]  # also what was made since the last call
     parked.park_weights()
     assert ledger.free_bytes() == 100
     ledger.take("server", 10, "weights")
