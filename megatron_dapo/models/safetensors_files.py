@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -286,9 +287,12 @@ def byte_view(tensor: Tensor) -> Tensor:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return the same in the form for reading from and writing to files."""
+    """Return the same in the form for reading from and writing to files.
+
+    After `tensor.numpy()` its storage could not be resized: see training/parked.py.
+    """
     # numpy 2.4's types call it a buffer only from Python 3.12 on
-    array: Any = byte_view(tensor).numpy()
+    array: Any = np.from_dlpack(byte_view(tensor))
     return memoryview(array)
 
 

@@ -155,10 +155,10 @@ class Parked:
         return sum(sum(away.values()) for away in self._away.values())
 
     def _park(self, kind: str) -> None:
-        self._book()  # it may hold more than at the last call
         found = {storage: name for storage, name in self._find()[kind].items() if storage.nbytes()}
         for storage, name in found.items():
-            assert storage.resizable(), f"{name} shares its memory (with NumPy or a process) and cannot leave the GPU"
+            is_shared = not storage.is_cuda and storage.is_shared()  # of CUDA's torch calls all shared
+            assert storage.resizable() and not is_shared, f"{name} shares its memory and cannot leave the GPU"
         if kind != _GRADIENTS:
             self._copy_to_host(list(found))
         for storage in found:
@@ -188,7 +188,7 @@ class Parked:
         return found
 
     def _book(self) -> None:
-        """Have the CPU's ledger show what is held now."""
+        """Have the CPU's ledger show what is held now, and was made since the last call."""
         if self._ledger is None:
             return
         for kind, storages in self._find().items():

@@ -60,9 +60,12 @@ class Models:
             self.critic.update(shard)
         self.policy.update(shard.mini_batches, weight_version=step)
 
+    def trained(self) -> list[Policy | Critic]:
+        return [self.policy] if self.critic is None else [self.policy, self.critic]
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Weights, main weights and moments, by the ways of Megatron's checkpoints."""
-        trained = [role for role in (self.policy, self.critic) if role is not None]
+        trained = self.trained()
         frozen = [self.reference] if isinstance(self.reference, Reference) else []
         for role in (*trained, *frozen):
             for chunk in role.model.chunks:
@@ -74,21 +77,19 @@ class Models:
                 for state in part.optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def module_buffers(self) -> Iterator[torch.Tensor]:
-        """Tables and counts that modules keep beside their weights: they stay."""
-        for role in filter(None, (self.policy, self.critic, self.reference)):
-            for chunk in role.model.chunks:
-                yield from chunk.buffers()
+    def gradients(self) -> Iterator[torch.Tensor]:
+        for chunk in (chunk for role in self.trained() for chunk in role.model.chunks):
+            yield from (parameter.main_grad for parameter in chunk.parameters() if parameter.requires_grad)
 
 
 def train(config: Config, layout: ParallelLayout, parks: bool) -> dict:
-    """Return the final tensors and the pushed ones; of each park the bytes that it moved, and those
-    of the largest storage left."""
+    """Return the final tensors and the pushed ones; of each park (needed, copied, left): bytes
+    to restore, copied in its second half, and of all this training's storages still there."""
     known = weakref.WeakSet(resident_storages())
     models = Models(config, layout)
     roles = [models.policy, models.reference, models.critic]
     parked = Parked(roles, params=True, optimizer=True) if parks else None
-    pushed, left, moved = [], [], []
+    pushed, all_parks = [], []
     for step in range(NUM_STEPS):
         models.step(config, layout, step)
         for _ in range(2 if parked and step == TWICE else 1):
@@ -97,12 +98,14 @@ def train(config: Config, layout: ParallelLayout, parks: bool) -> dict:
             pushed.append({name: t.clone() for name, t in gathered(models.policy.weight_source(), layout).items()})
             if parked:
                 parked.park_weights()
-                known.update(t.untyped_storage() for t in (*models.module_buffers(), *pushed[-1].values()))
-                left.append(max((s.nbytes() for s in resident_storages() if s not in known), default=0))
-                moved.append((parked.needed_bytes(), parked.num_bytes))
+                held = [tensor.untyped_storage() for tensor in (*models.tensors(), *models.gradients())]
+                assert held and not any(storage.nbytes() for storage in held)
+                known.update(tensor.untyped_storage() for tensor in pushed[-1].values())
+                left = sum(storage.nbytes() for storage in resident_storages() if storage not in known)
+                all_parks.append((parked.needed_bytes(), parked.num_bytes, left))
                 parked.restore()
     tensors = [tensor.detach().clone() for tensor in models.tensors()]
-    return {"tensors": tensors, "pushed": pushed, "left": left, "moved": moved}
+    return {"tensors": tensors, "pushed": pushed, "parks": all_parks}
 
 
 def compared(config: Config, layout: ParallelLayout) -> dict:
@@ -116,8 +119,7 @@ def compared(config: Config, layout: ParallelLayout) -> dict:
         "pushes_equal": [a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a) for a, b in pushes],
         "has_learned": any(not torch.equal(plain["pushed"][0][n], plain["pushed"][-1][n]) for n in plain["pushed"][0]),
         "num_bytes": sum(tensor.nbytes for tensor in parked["tensors"]),
-        "left": max(parked["left"]),
-        "moved": parked["moved"],
+        "parks": parked["parks"],
     }
     return {"ranks": layout.gather(own)}
 

@@ -44,9 +44,9 @@ LAYOUTS: Layouts = {
 MIXTURE_LAYOUTS: Layouts = {
     2: {"dp2_ep2": ({"ep": 2}, {"float32": [SMALL], "bfloat16": [*SHARDED, BF16], "lora": [SMALL, *LORA]})}
 }
-LARGEST_REST = 4096
-"""Bytes of the largest storage that may stay: of constants and counters. Weights of one matrix have
-at least twice as many."""
+REST = 0.1
+"""Of the parked bytes, that may stay: rotary tables, counters, and a mixture's last hidden states.
+Forgotten moments, gradients or main weights would be a fifth."""
 
 
 def run(folder: Path, model: Path, layouts: Layouts) -> dict[str, dict]:
@@ -74,11 +74,9 @@ def check(ranks: list[dict]) -> None:
     for rank in ranks:
         assert all(rank["equal"]) and len(rank["equal"]) > 20
         assert all(rank["pushes_equal"]) and len(rank["pushes_equal"]) == 4 and rank["has_learned"]
-        assert rank["left"] < LARGEST_REST
-        for needed, copied in rank["moved"]:
-            assert needed > copied > 0
-        assert rank["moved"][-1][0] >= rank["moved"][0][0] > 0
-        assert rank["moved"][-1][0] > rank["num_bytes"] / 2  # shared storages are counted once
+        for needed, copied, left in rank["parks"]:
+            assert needed > copied > 0 and left < REST * needed
+        assert rank["parks"][-1][0] > rank["num_bytes"] / 2  # some tensors share storages
 
 
 @pytest.mark.parametrize("case", cases_of(LAYOUTS))

@@ -1,10 +1,13 @@
 """The CPU's stand-in for the memory of GPUs: what is taken is missing until it is given back."""
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from select import select
 
 import pytest
 
@@ -19,9 +22,12 @@ from pathlib import Path
 from megatron_dapo.platform.cpu_ledger import CpuLedger
 for line in sys.stdin:
     number = int(line)
-    ledger = CpuLedger(Path(sys.argv[1]), None)
-    (ledger.take if number > 0 else ledger.give)("server", abs(number), "weights")
-    print("done", flush=True)
+    ledger = CpuLedger(Path(sys.argv[1]), int(sys.argv[2]))
+    try:
+        (ledger.take if number > 0 else ledger.give)("server", abs(number), "weights")
+        print("done", flush=True)
+    except MemoryError:
+        print("refused", flush=True)
 """
 
 
@@ -35,7 +41,7 @@ class Taker:
 
     def __init__(self, ledger: CpuLedger) -> None:
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.process = subprocess.Popen([sys.executable, "-c", TAKES, str(ledger.path)], **pipes)
+        self.process = subprocess.Popen([sys.executable, "-c", TAKES, str(ledger.path), str(ledger.num_bytes)], **pipes)
 
     def book(self, *numbers: int) -> None:
         for number in numbers:
@@ -104,7 +110,26 @@ def test_a_line_tells_who_took_what_and_when(ledger):
     assert (first["bytes"], second["bytes"]) == (70, -20) and first["time"] <= second["time"]
 
 
-def test_processes_that_write_at_once_lose_no_line(ledger):
+def test_who_asks_while_another_looks_waits_and_sees_its_bytes(ledger, taker):
+    ledger.take("trainer", 50, "weights")
+    with ledger.path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        taker.process.stdin.write("50\n")
+        taker.process.stdin.flush()
+        while not is_waiting_for_a_lock(taker.process.pid):
+            assert not select([taker.process.stdout], [], [], 0.01)[0], "it did not wait"
+        file.write(ledger.path.read_text().replace(": 50", ": 1"))
+    assert taker.process.stdout.readline() == "refused\n"
+    assert ledger.held() == {"trainer": 51}
+
+
+def is_waiting_for_a_lock(pid: int) -> bool:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any(line.split()[1] == "->" and str(pid) in line.split() for line in lines)
+
+
+def test_processes_that_write_at_once_lose_no_line(tmp_path):
+    ledger = CpuLedger(tmp_path / "gpu0.jsonl", 1000)
     takers = [Taker(ledger) for _ in range(2)]
     for taker in takers:
         taker.process.stdin.write("3\n-1\n" * 100)

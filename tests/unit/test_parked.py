@@ -1,5 +1,6 @@
 """What leaves the GPU while servers use it: storages, each once, found again at every call."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ def test_all_of_a_trained_model_goes_and_comes_back_as_it_was(layout, model_path
     parked.park_weights()
     assert parked.num_bytes >= 2 * num_trained
     rest = sum(storage.nbytes() for storage in own)
-    assert rest < 4096  # counters and constants
+    assert rest < num_bytes / 10  # rotary tables and counters; forgotten moments would be a fifth
     needed = parked.needed_bytes()
     assert needed == num_bytes - rest >= 18 * num_trained
     parked.restore()
@@ -179,9 +180,12 @@ def test_the_hosts_tensors_of_an_optimizer_stay():
     assert parked.num_bytes == 4 * 4 and elsewhere.untyped_storage().nbytes() == 4 * 5
 
 
-def test_a_weight_in_foreign_memory_is_refused_by_name():
-    with pytest.raises(AssertionError, match="1 of chunk 0.*shares its memory.*cannot leave the GPU"):
-        parked_of(frozen(torch.ones(2), torch.from_numpy(np.ones(3)))).park_weights()
+@pytest.mark.parametrize("shared", [torch.from_numpy(np.ones(3)), torch.ones(3).share_memory_()])
+def test_a_weight_in_foreign_memory_is_refused_by_name(shared):
+    own = torch.ones(2)
+    with pytest.raises(AssertionError, match=r"1 of chunk 0 .*shares its memory.*cannot leave the GPU"):
+        parked_of(frozen(own, shared)).park_weights()
+    assert own.untyped_storage().nbytes() > 0  # nothing has moved
 
 
 def test_the_ledger_shows_each_kind_as_it_goes_and_comes(monkeypatch, tmp_path):
@@ -196,6 +200,9 @@ def test_the_ledger_shows_each_kind_as_it_goes_and_comes(monkeypatch, tmp_path):
     optimizer.second = torch.arange(5.0)
     parked.park_states()
     assert ledger.held() == {"trainer": 4 * 6} and parked.needed_bytes() == 4 * (4 + 5 + 8)
+    lines = map(json.loads, ledger.path.read_text().splitlines())
+    states = [line["bytes"] for line in lines if line["what"] == "optimizer states"]
+    assert states == [4 * 4, 4 * 5, -4 * (4 + 5)]  # also what was made since the last call
     parked.park_weights()
     assert ledger.free_bytes() == 100
     ledger.take("server", 10, "weights")

@@ -32,6 +32,12 @@ def write(path, contents: dict[str, torch.Tensor], metadata) -> None:
     writer.close()
 
 
+def test_a_written_tensor_can_still_be_parked(tmp_path):
+    contents = tensors(torch.float32) | {"empty": torch.empty(0, 3)}
+    write(tmp_path / "file", contents, {"format": "pt"})
+    assert all(tensor.untyped_storage().resizable() for tensor in contents.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_file_has_the_bytes_that_the_library_writes(tmp_path, dtype):
     contents = tensors(dtype) | {"wide": torch.arange(3, dtype=torch.float64)}
