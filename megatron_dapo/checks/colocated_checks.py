@@ -29,7 +29,7 @@ REFUSED_ASLEEP = {
     "--cuda-graph-backend-": _GRAPHS,
     "--debug-cuda-graph": _GRAPHS,
     "--cpu-offload-gb": "weights in the machine's memory do not go to sleep",
-    "--weight-cache-": "weights of a cache in other processes do not go to sleep",
+    "--weight-cache-mode": "weights of a cache in other processes do not go to sleep",
 }
 _NVIDIA_SMI_S = 20.0
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
