@@ -33,14 +33,14 @@ REFUSED = [
     ("rollout.server.nnodes=1", ["server.nnodes is 1", "set nnodes to 0"]),
     ("rollout.server.num_servers=2", ["num_servers 2 x tensor_model_parallel_size 1 is 2", "num_servers to 1"]),
     ("trainer.n_procs_per_node=4 rollout.server.tensor_model_parallel_size=2",
-     ["num_servers 1 x tensor_model_parallel_size 2 is 2", "must be 4", "num_servers to 2"]),
+     ["num_servers 1 x tensor_model_parallel_size 2 is 2", "the trainer's 4 GPUs", "num_servers to 2"]),
     ("trainer.nnodes=2 trainer.n_procs_per_node=4 rollout.server.num_servers=4",
-     ["must be 8", "trainer.nnodes 2 x trainer.n_procs_per_node 4", "num_servers to 8"]),
+     ["the trainer's 8 GPUs", "trainer.nnodes 2 x trainer.n_procs_per_node 4", "num_servers to 8"]),
     ("trainer.nnodes=2 trainer.n_procs_per_node=4 rollout.server.tensor_model_parallel_size=3",
      ["tensor_model_parallel_size is 3", "divide trainer.n_procs_per_node 4", "does not span nodes"]),
     ("reward.model.path=/models/judge", ["reward.model.path is /models/judge", "give reward.model.url"]),
-    ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "leave --quantization"]),
-    ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "leave --quantization"]),
+    ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "leave it and --quantization out"]),
+    ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "leave it and --quantization out"]),
     ("rollout.server.extra_args=[--speculative-algorithm,EAGLE]", ["--speculative-algorithm", "draft", "leave it out"]),
     ("rollout.server.extra_args=[--enable-mem]", ["--enable-mem", "leave it out"]),
 ]  # fmt: skip
@@ -126,14 +126,14 @@ def listed(lines: str | OSError, monkeypatch) -> None:
 def test_expandable_segments_are_refused_by_either_variable(on_gpus, name):
     value = "max_split_size_mb:512,expandable_segments:True"
     (sentence,) = on_gpus(**{name: value})
-    assert f"{name} is {value}" in sentence and f"out of {name}" in sentence and OFF in sentence
+    assert f"{name} is {value}" in sentence and "out of the variable" in sentence and OFF in sentence
     assert on_gpus(**{name: "expandable_segments:False"}) == []
     assert on_gpus("", **{name: value}) == []
 
 
 def test_divided_gpus_are_refused_by_their_names_and_by_the_drivers_list(on_gpus, monkeypatch):
     (sentence,) = on_gpus(CUDA_VISIBLE_DEVICES="GPU-1, MIG-7")
-    assert "hybrid_engine is true" in sentence and "MIG-7" in sentence and "use whole GPUs" in sentence
+    assert "hybrid_engine true" in sentence and "MIG-7" in sentence and "whole ones" in sentence
     listed("GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 3g.20gb     Device  0: (UUID: MIG-2)\n", monkeypatch)
     for variables in ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}):
         (sentence,) = on_gpus(**variables)
