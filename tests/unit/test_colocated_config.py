@@ -39,8 +39,8 @@ REFUSED = [
     ("trainer.nnodes=2 trainer.n_procs_per_node=4 rollout.server.tensor_model_parallel_size=3",
      ["tensor_model_parallel_size is 3", "divide trainer.n_procs_per_node 4", "does not span nodes"]),
     ("reward.model.path=/models/judge", ["reward.model.path is /models/judge", "give reward.model.url"]),
-    ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "leave it and --quantization out"]),
-    ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "leave it and --quantization out"]),
+    ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "--quantization out"]),
+    ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "--quantization out"]),
     ("rollout.server.extra_args=[--speculative-algorithm,EAGLE]", ["--speculative-algorithm", "draft", "leave it out"]),
     ("rollout.server.extra_args=[--enable-mem]", ["--enable-mem", "leave it out"]),
 ]  # fmt: skip
