@@ -36,8 +36,8 @@ REFUSED = [
      ["num_servers 1 x tensor_model_parallel_size 2 is 2", "the trainer's 4 GPUs", "num_servers to 2"]),
     ("trainer.nnodes=2 trainer.n_procs_per_node=4 rollout.server.num_servers=4",
      ["the trainer's 8 GPUs", "trainer.nnodes 2 x trainer.n_procs_per_node 4", "num_servers to 8"]),
-    ("trainer.nnodes=2 trainer.n_procs_per_node=4 rollout.server.tensor_model_parallel_size=3",
-     ["tensor_model_parallel_size is 3", "divide trainer.n_procs_per_node 4", "does not span nodes"]),
+    ("trainer.n_procs_per_node=6 pp=6 rollout.server.tensor_model_parallel_size=4",
+     ["tensor_model_parallel_size is 4", "divide trainer.n_procs_per_node 6", "does not span nodes"]),
     ("reward.model.path=/models/judge", ["reward.model.path is /models/judge", "give reward.model.url"]),
     ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "--quantization out"]),
     ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "--quantization out"]),
@@ -54,7 +54,7 @@ def test_a_contradiction_to_shared_gpus_is_one_sentence_with_key_value_and_cure(
 
 @pytest.mark.parametrize("option", REFUSED_ASLEEP)
 def test_an_option_with_which_a_server_cannot_sleep_is_refused(option):
-    (sentence,) = mistakes(f"{ON} rollout.server.extra_args=[{option},1]")
+    (sentence,) = mistakes(f"{ON} rollout.server.extra_args=[{option}=7]")
     assert option in sentence and REFUSED_ASLEEP[option] in sentence
 
 
