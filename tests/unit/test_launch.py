@@ -423,13 +423,13 @@ def test_ranks_on_imagined_gpus_know_theirs_and_the_ledger(ups, monkeypatch):
 
 
 def test_servers_given_to_a_run_that_puts_its_own_to_sleep_are_refused(tmp_path):
-    for given, words in (
+    for key, words in (
         (ALREADY_RUNNING, "server_urls is http://127.0.0.1:9"),
         ("actor_rollout_ref.rollout.server_urls_file=servers.txt", "server_urls_file is servers.txt"),
     ):
         with pytest.raises(UserError) as error:
-            require_local(load_config(None, [given, ON]))
+            require_local(load_config(None, [key, ON]))
         (sentence,) = error.value.sentences
         assert words in sentence and "hybrid_engine true" in sentence and "remove server_urls" in sentence
-        require_local(load_config(None, [given]))
+        require_local(load_config(None, [key]))
     require_local(load_config(None, [ON]))

@@ -341,9 +341,9 @@ def test_servers_that_share_the_trainers_gpus_are_on_all_of_its_nodes():
         assert words[words.index("--role") + 1] == "both" and words[words.index("--node-index") + 1] == index
         assert words[words.index("--num-nodes") + 1] == "2" and words[words.index("--server-hosts") + 1] == "a1,a2"
         assert "launch.sglang_server" in plan.command(SERVERS, node, "python")
-    given = own_overrides(plan, config(*SHARED))
-    assert 'actor_rollout_ref.rollout.server_urls_file="/run/servers.txt"' in given
-    assert f'{SERVER}.host="0.0.0.0"' in given and not [text for text in given if "server.nnodes" in text]
+    texts = own_overrides(plan, config(*SHARED))
+    assert 'actor_rollout_ref.rollout.server_urls_file="/run/servers.txt"' in texts
+    assert f'{SERVER}.host="0.0.0.0"' in texts and not [text for text in texts if "server.nnodes" in text]
     assert len(Allocation.imagined(config(*SHARED)).nodes) == 2
 
 
