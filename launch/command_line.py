@@ -46,21 +46,14 @@ def checked_config(path: str | None, overrides: list[str], check_files: bool = T
 
 
 def forget_lease(run: RunFolder) -> None:
-    """Remove what an earlier start of the run left of its shared GPUs' lease and accounts, before
-    servers are started."""
-    for folder in (run.lease, run.ledger):
-        remove_folder(folder)
+    """Remove the lease and the accounts of shared GPUs of a run's earlier start."""
+    remove_folder(run.lease)
+    remove_folder(run.ledger)
 
 
 def require_local(config: Config) -> None:
-    """Raise UserError for a run that this machine alone cannot have."""
+    """Raise UserError for a run of several nodes, or with given servers and shared GPUs."""
     require_one_node(config)
-    require_own_servers(config)
-
-
-def require_own_servers(config: Config) -> None:
-    """Raise UserError for servers given to a run that shares its GPUs with its own. To be asked of
-    the user's own config: that of a job's processes names the job's servers."""
     if sentences := list(given_servers(config)):
         raise UserError(sentences)
 

@@ -83,9 +83,8 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     rank; None: the trainer.
 
     Servers are started unless some are given by URL or the run uses none. The trainer is started at
-    the same time: its controller waits for them. On shared GPUs it is started once they are
-    healthy: SGLang sizes its cache by the memory free at its start. Nothing is left running
-    afterwards.
+    the same time: its controller waits for them. With shared GPUs it is started after them: SGLang
+    sizes its cache by the memory free at its start. Nothing is left running afterwards.
     """
     # these import torch: after the config was checked
     from launch.trainer_ranks import TrainerRanks, trainer_command

@@ -14,8 +14,6 @@ from megatron_dapo.config.key_names import ROLLOUT
 from megatron_dapo.config.schema.config import Config
 
 HYBRID_ENGINE = "actor_rollout_ref.hybrid_engine"
-_IS_ON = f"but with {HYBRID_ENGINE} true"
-_OR_OFF = "or set hybrid_engine to false"
 _NO_DRAFT = "a sleeping server with a draft model hangs when it wakes"
 _GRAPHS = "which graphs a server captures decides whether it can sleep, and is chosen for it"
 _OWN_START = "the servers' sleep is set up for them"
@@ -29,10 +27,9 @@ REFUSED_ASLEEP = {
     "--cuda-graph-backend-": _GRAPHS,
     "--debug-cuda-graph": _GRAPHS,
     "--cpu-offload-gb": "weights in the machine's memory do not go to sleep",
-    "--weight-cache-": "weights of a cache in other processes do not go to sleep",
+    "--weight-cache-mode": "weights of a cache in other processes do not go to sleep",
 }
 _NVIDIA_SMI_S = 20.0
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def given_servers(config: Config) -> Iterator[str]:
@@ -42,55 +39,45 @@ def given_servers(config: Config) -> Iterator[str]:
         rollout = config.actor_rollout_ref.rollout
         key = "server_urls" if rollout.server_urls else "server_urls_file"
         value = ", ".join(rollout.server_urls) or rollout.server_urls_file
-        yield (
-            f"{ROLLOUT}.{key} is {value}, {_IS_ON} the run starts its servers itself, on the trainer's GPUs; remove "
-            f"{key}, {_OR_OFF}."
-        )
+        yield _refusal(f"{ROLLOUT}.{key}", value, f"the run starts its own, on the trainer's GPUs; remove {key}")
+
+
+def _refusal(key: str, value: object, reason_and_cure: str) -> str:
+    return f"{key} is {value}, but with {HYBRID_ENGINE} true {reason_and_cure}, or set hybrid_engine to false."
 
 
 def _staleness(config: Config) -> Iterator[str]:
-    staleness = config.actor_rollout_ref.rollout.max_staleness
-    if staleness:
-        yield (
-            f"{ROLLOUT}.max_staleness is {staleness}, {_IS_ON} no server samples while the trainer trains; set "
-            f"max_staleness to 0, {_OR_OFF}."
-        )
+    if staleness := config.actor_rollout_ref.rollout.max_staleness:
+        rest = "no server samples while the trainer trains; set max_staleness to 0"
+        yield _refusal(f"{ROLLOUT}.max_staleness", staleness, rest)
 
 
 def _server_nodes(config: Config) -> Iterator[str]:
-    nodes = config.actor_rollout_ref.rollout.server.nnodes
-    if nodes:
-        yield (
-            f"{ROLLOUT}.server.nnodes is {nodes}, {_IS_ON} the servers are on the trainer's nodes; set nnodes to 0, "
-            f"{_OR_OFF}."
-        )
+    if nodes := config.actor_rollout_ref.rollout.server.nnodes:
+        yield _refusal(f"{ROLLOUT}.server.nnodes", nodes, "servers are on the trainer's nodes; set nnodes to 0")
 
 
 def _server_gpus(config: Config) -> Iterator[str]:
     """Yield a mistake unless the servers fill the ranks' GPUs, each within a node."""
     server, trainer = config.actor_rollout_ref.rollout.server, config.trainer
-    tp = server.tensor_model_parallel_size
-    ranks = f"trainer.nnodes {trainer.nnodes} x trainer.n_procs_per_node {trainer.n_procs_per_node}"
+    tp, world = server.tensor_model_parallel_size, world_size(config)
+    per_node = f"trainer.n_procs_per_node {trainer.n_procs_per_node}"
     if trainer.n_procs_per_node % tp:
-        yield (
-            f"{ROLLOUT}.server.tensor_model_parallel_size is {tp}, {_IS_ON} it must divide trainer.n_procs_per_node "
-            f"{trainer.n_procs_per_node}: a server does not span nodes; set it to a divisor, {_OR_OFF}."
-        )
-    elif server.num_servers * tp != world_size(config):
-        yield (
-            f"{ROLLOUT}.server.num_servers {server.num_servers} x tensor_model_parallel_size {tp} is "
-            f"{server.num_servers * tp}, {_IS_ON} it must be {world_size(config)}, the trainer's GPUs ({ranks}); set "
-            f"num_servers to {world_size(config) // tp}, {_OR_OFF}."
-        )
+        rest = f"it must divide {per_node}: a server does not span nodes; set it to a divisor"
+        yield _refusal(f"{ROLLOUT}.server.tensor_model_parallel_size", tp, rest)
+    elif server.num_servers * tp != world:
+        product = f"{ROLLOUT}.server.num_servers {server.num_servers} x tensor_model_parallel_size {tp}"
+        rest = f"it must be the trainer's {world} GPUs (trainer.nnodes {trainer.nnodes} x {per_node})"
+        yield _refusal(product, server.num_servers * tp, f"{rest}; set num_servers to {world // tp}")
 
 
 def _reward_model(config: Config) -> Iterator[str]:
     if starts_reward_model(config):
-        yield (
-            f"reward.model.path is {config.reward.model.path}, {_IS_ON} no GPU is left for its server; start it on "
-            f"GPUs of its own (`python -m launch.sglang_server --serve reward-model`) and give reward.model.url, "
-            f"{_OR_OFF}."
+        rest = (
+            "no GPU is left for its server; start it elsewhere (`python -m launch.sglang_server --serve reward-model`) "
+            "and give reward.model.url"
         )
+        yield _refusal("reward.model.path", config.reward.model.path, rest)
 
 
 def _server_options(config: Config) -> Iterator[str]:
@@ -99,12 +86,10 @@ def _server_options(config: Config) -> Iterator[str]:
         # SGLang takes an option's beginning for the whole of it
         beginnings = (name for name in REFUSED_ASLEEP if option.startswith(name) or name.startswith(option))
         if len(option) > 2 and (name := next(beginnings, None)):
-            yield f"{EXTRA_ARGS} has {option}, {_IS_ON} {REFUSED_ASLEEP[name]}; leave it out, {_OR_OFF}."
+            yield _refusal(f"An option of {EXTRA_ARGS}", option, f"{REFUSED_ASLEEP[name]}; leave it out")
     if re.search(r"--load-format[ =]flash_rl\b", " ".join(arguments)):
-        yield (
-            f"{EXTRA_ARGS} has --load-format flash_rl, {_IS_ON} quantized weights would have to survive the servers' "
-            f"sleep, which is untested; leave --quantization and --load-format out, {_OR_OFF}."
-        )
+        rest = "quantized weights would have to survive a sleep, which is untested; leave it and --quantization out"
+        yield _refusal(f"An option of {EXTRA_ARGS}", "--load-format flash_rl", rest)
 
 
 def _of_shared_gpus(config: Config) -> Iterator[str]:
@@ -120,12 +105,11 @@ def _machine_of_shared_gpus(config: Config) -> Iterator[str]:
 
 
 def _expandable_segments() -> Iterator[str]:
-    for name in _ALLOCATOR_VARIABLES:
-        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
-            yield (
-                f"{name} is {os.environ[name]}, {_IS_ON} weights are handed to the servers, which expandable segments "
-                f"cannot be; take expandable_segments out of {name}, {_OR_OFF}."
-            )
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
+            rest = "weights are handed to the servers, and expandable segments cannot be; take them out of the variable"
+            yield _refusal(name, value, rest)
 
 
 def _gpu_instances() -> Iterator[str]:
@@ -133,10 +117,7 @@ def _gpu_instances() -> Iterator[str]:
     if all(name.isdigit() for name in names):  # numbers, or all of the machine's
         names = _listed_by_the_driver()
     if instance := next((name for name in names if name.startswith("MIG")), None):
-        yield (
-            f"{HYBRID_ENGINE} is true, but a GPU here is divided (MIG): {instance}; use whole GPUs, or set "
-            f"hybrid_engine to false."
-        )
+        yield _refusal("A GPU here", f"a part of one ({instance})", "only whole ones can be shared; use such ones")
 
 
 def _listed_by_the_driver() -> list[str]:

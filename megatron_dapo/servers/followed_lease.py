@@ -18,19 +18,21 @@ def lease_of(config: Config) -> LeaseFolder | None:
     return LeaseFolder(RunFolder.of(config.trainer).lease) if shares_gpus(config) else None
 
 
+def _read(lease: LeaseFolder) -> Lease | None:
+    try:
+        return lease.read()
+    except (OSError, ValueError) as error:
+        log.warning("the lease of the GPUs cannot be read: %s", error)
+        return None
+
+
 def turn_awake(lease: LeaseFolder | None) -> int | None:
     """Return the turn of the lease while servers are awake; 0 without a lease.
 
     None while nothing may reach them, and while the lease cannot be read.
     """
-    if lease is None:
-        return 0
-    try:
-        now = lease.read()
-    except (OSError, ValueError) as error:
-        log.warning("the lease of the GPUs cannot be read: %s", error)
-        return None
-    return now.turn if now.holder is Holder.SERVERS else None
+    now = Lease() if lease is None else _read(lease)
+    return now.turn if now is not None and now.holder is Holder.SERVERS else None
 
 
 class FollowedLease:
@@ -48,18 +50,16 @@ class FollowedLease:
         """Return whether servers were awake at the last look."""
         return self._lease.holder is Holder.SERVERS
 
+    @property
+    def is_with_trainer(self) -> bool:
+        """Return whether no server could hold memory at the last look."""
+        return self._lease.holder is Holder.TRAINER
+
     def look(self) -> set[str]:
         """Read the lease, and return the servers condemned since the last look."""
-        if self._folder is None:
-            return set()
-        try:
-            lease = self._folder.read()
-        except (OSError, ValueError) as error:
-            log.warning("the lease of the GPUs cannot be read: %s", error)
-            return set()
-        is_new = lease.turn != self._lease.turn
-        self._lease = lease
-        return set(lease.condemned) if is_new else set()
+        before = self._lease
+        self._lease = (_read(self._folder) if self._folder else None) or before
+        return set(self._lease.condemned) if self._lease.turn != before.turn else set()
 
     def answer(self, gone: Collection[str], *, for_good: bool = False) -> None:
         """Answer the turn of the last look, if there is news.

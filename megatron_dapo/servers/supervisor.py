@@ -211,8 +211,8 @@ class ServerSupervisor:
         condemned = self._lease.look()
         try:
             for server, current in running:
-                if server.url in condemned and server.state is not StartState.WAITING:
-                    self._restart(server, current, "is condemned by the trainer, and is killed")
+                if server.url in condemned:
+                    self._kill_condemned(server, current)
             healthy = all([checks[server.state](server, current) for server, current in self._running()])
         finally:
             self._answer_lease()
@@ -248,6 +248,18 @@ class ServerSupervisor:
         gone = [server.url for server in self._servers if server.is_gone()]
         self._lease.answer(gone, for_good=not self._running())
 
+    def _kill_condemned(self, server: SupervisedServer, current: ServerStart) -> None:
+        if server.state is StartState.STARTING:
+            self._put_off(server, current)
+        elif server.state is StartState.WORKING:
+            self._restart(server, current, "is condemned by the trainer, and is killed")
+
+    def _put_off(self, server: SupervisedServer, current: ServerStart) -> None:
+        """End a start that the trainer waits for no longer; it is no failure of the server."""
+        log.warning("%s was not healthy when the trainer takes the GPUs; it is started again later", server.name)
+        current.stop_process(0.0)
+        server.wait(0.0)
+
     def _start_if_due(self, server: SupervisedServer, current: ServerStart) -> bool:
         if self._lease.is_with_servers and time.monotonic() >= server.starts_again_at:
             server.start(self._settings.startup_timeout_s)
@@ -268,12 +280,12 @@ class ServerSupervisor:
         if code is not None:
             self._restart(server, current, exit_phrase(code))
             return False
-        if not self._lease.is_with_servers:
-            log.warning("%s was not healthy before the trainer takes the GPUs; it is started again later", server.name)
-            current.stop_process(0.0)
-            server.wait(0.0)
+        # it may have been put to sleep since its last look
+        check = HealthCheck.TAKES_REQUESTS if self._lease.is_with_servers else HealthCheck.SCHEDULER_ANSWERS
+        is_up = server.status_of(check) == HTTP_OK
+        if not is_up and self._lease.is_with_trainer:
+            self._put_off(server, current)
             return False
-        is_up = server.status_of(HealthCheck.TAKES_REQUESTS) == HTTP_OK
         current.files.note(current.process.pids())
         if is_up:
             note = self._run.unresponsive(server.url)

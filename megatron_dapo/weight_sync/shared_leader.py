@@ -52,13 +52,24 @@ class SharedLeader(ServerLeader):
     def sleep(self, deadline: Deadline) -> None:
         """Have all servers release their memory; kill those that do not.
 
-        Raises WeightSyncError naming servers that neither sleep nor end.
+        A starting server gets half of the deadline to come up: else one that starts more slowly than
+        the others sample would never come back. Raises WeightSyncError naming servers that neither
+        sleep nor end.
         """
-        self._lease.write(Holder.MOVING)
+        turn = self._lease.write(Holder.MOVING).turn
         urls = [url for url in self._urls() if url not in self._failed | self._killed]
-        _, failures = self._calls.ask(urls, self._fall_asleep, deadline.left() / 2)
-        self._released |= {url: {WEIGHTS, *REST} for url in urls if url not in failures}
-        self.kill(dict(self._failed) | failures)
+        patience = Deadline(deadline.left() / 2)
+        failures = self._have_sleep(urls, patience)
+        while (late := [url for url in failures if url not in self._lease.gone(turn)]) and patience.left():
+            time.sleep(_POLL_S)
+            failures = {url: why for url, why in failures.items() if url not in late} | self._have_sleep(late, patience)
+        self.kill(self._failed | failures)
+
+    def _have_sleep(self, urls: Sequence[str], deadline: Deadline) -> dict[str, str]:
+        """Return URL -> why of the servers that do not sleep."""
+        asleep, failures = self._calls.ask(urls, self._fall_asleep, deadline.left())
+        self._released |= {url: {WEIGHTS, *REST} for url in asleep}
+        return failures
 
     def kill(self, why: Mapping[str, str]) -> None:
         """Have these servers (URL -> why) killed, and wait until their processes are gone.

@@ -19,9 +19,12 @@ import pytest
 
 from megatron_dapo.__main__ import main
 from megatron_dapo.commands.evaluation.answer_file import AnswerFile
+from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.rewards.worker_pool import WorkerLost
 from megatron_dapo.servers import supervisor
 from megatron_dapo.servers.server_error import ServerError
+from megatron_dapo.storage.lease import Holder, LeaseFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.answer_records import ANSWER
 from tests.fake_rollout import RIGHT, WORDS, WRONG, Script, rollout_folder, server_in_thread
 from tests.helpers import REPOSITORY
@@ -141,6 +144,20 @@ def test_it_starts_servers_if_none_is_named_and_ends_them(folder, monkeypatch):
     logs = (folder / "out" / "logs" / "eval.log").read_text()
     (pids := re.findall(r"server-\d starts at .* \(pid (\d+)", logs)).sort()
     assert len(pids) == 2 and not any(psutil.pid_exists(int(pid)) for pid in pids)
+
+
+def test_an_evaluation_ignores_shared_gpus(folder, monkeypatch):
+    """Its servers have no trainer beside them, and follow no run's lease."""
+    configs = []
+
+    def stand_in(config, host, port, gpus):
+        configs.append(config)
+        return supervisor.ServerCommand((sys.executable, "-c", SERVER, str(port)), {"PYTHONPATH": str(REPOSITORY)})
+
+    monkeypatch.setattr(supervisor, "sglang_command", stand_in)
+    LeaseFolder(RunFolder(folder / "out").lease).write(Holder.TRAINER)
+    assert main(command(folder, None, "actor_rollout_ref.hybrid_engine=true", f"{ROLLOUT}.server.num_servers=2")) == 0
+    assert len(kept(folder)) == 12 and not any(shares_gpus(config) for config in configs)
 
 
 def test_two_servers_answer_and_must_hold_the_same_weights(folder, capsys):

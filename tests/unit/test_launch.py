@@ -13,13 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.command_line import require_one_node
+from launch.command_line import require_local, require_one_node
 from launch.local import run_local
 from launch.sglang_server import serve
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.supervisor import ServerFailure
+from megatron_dapo.storage.lease import Holder, Lease, LeaseFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
@@ -312,3 +314,122 @@ def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
     assert (tmp_path / "saved").exists() == were_healthy
     error = capfd.readouterr().err
     assert error.count("The servers failed: none is left") == 1 and ("saves its last step" in error) == were_healthy
+
+
+ON = "actor_rollout_ref.hybrid_engine=true"
+
+
+class SlowServers(LostServers):
+    """Healthy at the third look; `look` is called at each."""
+
+    first_gpu: int
+
+    def __init__(self, look, **options) -> None:
+        super().__init__(were_healthy=False)
+        self.first_gpu = options["first_gpu"]
+        self._look = look
+        self.num_looks = 0
+
+    def check(self) -> bool:
+        self.num_looks += 1
+        self._look(self.num_looks)
+        return self.num_looks >= 3
+
+
+def run_with(monkeypatch, tmp_path: Path, look, code: str, *overrides: str) -> tuple[int, SlowServers]:
+    made: list[SlowServers] = []
+
+    def make(*_, **options) -> SlowServers:
+        made.append(SlowServers(look, **options))
+        return made[0]
+
+    monkeypatch.setattr("megatron_dapo.servers.run_servers.ServerSupervisor", make)
+    monkeypatch.setattr("launch.local.POLL_INTERVAL_S", 0.05)
+    started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}", *overrides])
+    return run_local(started, rank_script(code)), made[0]
+
+
+RANK_IS_UP = "open(f'{os.environ[\"TMPDIR\"]}/up-{rank}', 'w').close()"
+
+
+@pytest.fixture
+def ups(tmp_path, monkeypatch) -> Path:
+    """The folder in which each rank leaves a file up-N."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+def test_ranks_on_the_servers_gpus_are_started_once_all_servers_are_healthy(ups, monkeypatch):
+    """SGLang sizes its cache by the memory free at its start."""
+
+    def look(number: int) -> None:
+        assert number > 3 or not list(ups.glob("up-*"))
+
+    code, servers = run_with(monkeypatch, ups, look, RANK_IS_UP, ON, "trainer.n_procs_per_node=2")
+    assert code == 0 and servers.num_looks >= 3 and servers.first_gpu == 0
+    assert len(list(ups.glob("up-*"))) == 2
+
+
+def test_ranks_with_gpus_of_their_own_do_not_wait_and_have_the_first_gpus(ups, monkeypatch):
+    waits = "[time.sleep(0.01) for _ in iter(lambda: os.path.exists('go'), True)]"
+
+    def look(number: int) -> None:
+        if number == 2:
+            (ups / "go").touch()
+
+    monkeypatch.chdir(ups)
+    code, servers = run_with(monkeypatch, ups, look, f"{waits}; {RANK_IS_UP}", "trainer.n_procs_per_node=2")
+    assert code == 0 and servers.first_gpu == 2 and len(list(ups.glob("up-*"))) == 2
+
+
+def test_a_stop_signal_before_the_servers_are_healthy_starts_no_rank(ups, monkeypatch, capfd):
+    def look(number: int) -> None:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code, servers = run_with(monkeypatch, ups, look, RANK_IS_UP, ON)
+    assert code == 128 + signal.SIGTERM and servers.num_looks == 2 and not list(ups.glob("up-*"))
+    assert "before the trainer was started" in capfd.readouterr().err
+
+
+def test_servers_that_fail_before_they_are_healthy_start_no_rank(ups, monkeypatch, capfd):
+    def look(number: int) -> None:
+        raise ServerFailure("out of memory")
+
+    code, _ = run_with(monkeypatch, ups, look, RANK_IS_UP, ON)
+    assert code == 1 and not list(ups.glob("up-*")) and "out of memory" in capfd.readouterr().err
+
+
+def test_the_lease_and_the_accounts_of_an_earlier_start_are_forgotten_before_servers_start(ups, monkeypatch):
+    run = RunFolder(ups / "run")
+    LeaseFolder(run.lease).write(Holder.TRAINER, ["http://a:1"])
+    run.ledger.mkdir()
+    (run.ledger / "old").touch()
+
+    def look(number: int) -> None:
+        assert LeaseFolder(run.lease).read() == Lease() and not list(run.ledger.iterdir())
+
+    assert run_with(monkeypatch, ups, look, "pass", ON)[0] == 0
+
+
+def test_ranks_on_imagined_gpus_know_theirs_and_the_ledger(ups, monkeypatch):
+    names = ("MEGATRON_DAPO_LEDGER", "MEGATRON_DAPO_LEDGER_GPUS")
+    code = f"print(*[os.environ.get(name) for name in {names}], file=sys.stderr)"
+    for overrides, expected in (((ON,), f"{ups}/run/ledger %d"), ((), "None None")):
+        run_with(monkeypatch, ups, lambda number: None, code, "trainer.n_procs_per_node=2", *overrides)
+        for rank in range(2):
+            last = (ups / "run" / "logs" / f"trainer-rank-{rank}.log").read_text().splitlines()[-1]
+            assert last == (expected % rank if overrides else expected)
+
+
+def test_servers_given_to_a_run_that_puts_its_own_to_sleep_are_refused(tmp_path):
+    for key, words in (
+        (ALREADY_RUNNING, "server_urls is http://127.0.0.1:9"),
+        ("actor_rollout_ref.rollout.server_urls_file=servers.txt", "server_urls_file is servers.txt"),
+    ):
+        with pytest.raises(UserError) as error:
+            require_local(load_config(None, [key, ON]))
+        (sentence,) = error.value.sentences
+        assert words in sentence and "hybrid_engine true" in sentence and "remove server_urls" in sentence
+        require_local(load_config(None, [key]))
+    require_local(load_config(None, [ON]))

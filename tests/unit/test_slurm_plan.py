@@ -13,6 +13,8 @@ from launch.slurm.servers import wait_for_servers
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.storage.lease import Holder, Lease, LeaseFolder
+from megatron_dapo.storage.run_folder import RunFolder
 from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
 from tests.unit.test_first_look import save
@@ -324,3 +326,40 @@ def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(cap
     assert "tensor_model_parallel_size is 16, but does not divide the model's num_attention_heads 40" in (
         capsys.readouterr().err
     )
+
+
+SHARED = ("actor_rollout_ref.hybrid_engine=true", f"{SERVER}.nnodes=0", f"{SERVER}.num_servers=4")
+
+
+def test_servers_that_share_the_trainers_gpus_are_on_all_of_its_nodes():
+    plan = make_plan(config(*SHARED), allocation("a1", "a2", SLURM_GPUS_ON_NODE="4"))
+    assert plan.trainer_nodes == plan.server_nodes == plan.nodes == ("a1", "a2") and plan.servers_per_node == 2
+    assert plan.server_urls == ["http://a1:23304", "http://a1:23305", "http://a2:23304", "http://a2:23305"]
+    assert "--nodelist=a1,a2" in plan.step(SERVERS) and "--nodelist=a1,a2" in plan.step(TRAINER)
+    for node, index in (("a1", "0"), ("a2", "1")):
+        words = plan.command(PREFLIGHT, node, "python")
+        assert words[words.index("--role") + 1] == "both" and words[words.index("--node-index") + 1] == index
+        assert words[words.index("--num-nodes") + 1] == "2" and words[words.index("--server-hosts") + 1] == "a1,a2"
+        assert "launch.sglang_server" in plan.command(SERVERS, node, "python")
+    texts = own_overrides(plan, config(*SHARED))
+    assert 'actor_rollout_ref.rollout.server_urls_file="/run/servers.txt"' in texts
+    assert f'{SERVER}.host="0.0.0.0"' in texts and not [text for text in texts if "server.nnodes" in text]
+    assert len(Allocation.imagined(config(*SHARED)).nodes) == 2
+
+
+def test_a_job_with_shared_gpus_has_no_nodes_for_servers_alone_and_no_servers_of_others():
+    (sentence,) = refusals(*SHARED)
+    assert "Slurm gave 3 nodes" in sentence and "sbatch --nodes=2" in sentence
+    url = "actor_rollout_ref.rollout.server_urls=[http://x:1]"
+    (sentence,) = refusals(*SHARED, url, nodes=allocation("a1", "a2"))
+    assert "server_urls is http://x:1" in sentence and "remove server_urls" in sentence
+
+
+def test_a_new_attempt_forgets_the_lease_of_the_last_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    lease = LeaseFolder(RunFolder(tmp_path / "run").lease)
+    lease.write(Holder.TRAINER)
+    shared = ["actor_rollout_ref.hybrid_engine=true", f"{SERVER}.nnodes=0"]
+    assert main([*recipe(tmp_path, *shared), "--nodes", "a"]) == 0
+    assert lease.read() == Lease()
+    assert (tmp_path / "run" / "servers.txt").read_text() == "http://a:20168\n"
