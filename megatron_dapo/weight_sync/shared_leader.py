@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -45,6 +45,7 @@ class SharedLeader(ServerLeader):
         super().__init__(urls, calls, timeout_s, reserve_s, report_unresponsive, "retract")
         self._lease = lease
         self._released: dict[str, set[str]] = {}  # URL -> tags of the living servers
+        self._told: set[str] = set()  # URLs told to release memory, in this sleep
         # since the servers had the GPUs, URL -> why: to be killed, and killed
         self._failed: dict[str, str] = {}
         self._killed: dict[str, str] = {}
@@ -59,11 +60,20 @@ class SharedLeader(ServerLeader):
         turn = self._lease.write(Holder.MOVING).turn
         urls = [url for url in self._urls() if url not in self._failed | self._killed]
         patience = Deadline(deadline.left() / 2)
+        self._told.clear()
         failures = self._have_sleep(urls, patience)
-        while (late := [url for url in failures if url not in self._lease.gone(turn)]) and patience.left():
+        while (late := self._late(failures, turn)) and patience.left():
             time.sleep(_POLL_S)
             failures = {url: why for url, why in failures.items() if url not in late} | self._have_sleep(late, patience)
         self.kill(self._failed | failures)
+
+    def _late(self, failures: Collection[str], turn: int) -> list[str]:
+        """Return the servers that may still come up: alive, and not told to release anything yet.
+
+        A second release of the same memory would end a server.
+        """
+        gone = self._lease.gone(turn)
+        return [url for url in failures if url not in gone and url not in self._told]
 
     def _have_sleep(self, urls: Sequence[str], deadline: Deadline) -> dict[str, str]:
         """Return URL -> why of the servers that do not sleep."""
@@ -124,6 +134,7 @@ class SharedLeader(ServerLeader):
         if not tags:
             return
         await server.pause("retract")  # a running server dies of the release
+        self._told.add(server.url)
         await server.release_memory(sorted(tags))
 
     def _resume_meanwhile(self, failures: dict[str, str]) -> None:

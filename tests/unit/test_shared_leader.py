@@ -204,7 +204,7 @@ step = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(step, step, st.sets(st.integers(0, 1))), min_size=1, max_size=4))
 def test_whatever_call_fails_no_living_server_gets_a_deadly_one(tmp_path_factory, steps):
     """Each step has faults while servers fall asleep, others during the push, and servers killed
@@ -221,7 +221,7 @@ def test_whatever_call_fails_no_living_server_gets_a_deadly_one(tmp_path_factory
     try:
         for version, (sleeping, pushing, killed) in enumerate(steps, 1):
             set_faults(sleeping)
-            world.leader.sleep(Deadline(5.0))
+            world.leader.sleep(Deadline(0.4))  # patience with one that may be starting: half
             for server in servers:
                 assert server.is_dead or server.released == ALL, "it holds memory while the trainer trains"
             world.leader.give_to_trainer()

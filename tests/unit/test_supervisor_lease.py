@@ -16,7 +16,7 @@ from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers import supervisor as supervisor_module
 from megatron_dapo.servers.run_servers import _of_reward_model
-from megatron_dapo.servers.server_health import StartState
+from megatron_dapo.servers.server_health import HealthCheck, StartState
 from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
 from megatron_dapo.storage.lease import Holder, LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
@@ -66,9 +66,8 @@ def test_a_server_still_starting_when_the_trainer_is_due_is_killed_and_started_a
     assert not servers.check()
     (url,), (first,) = servers.urls, servers.pids()
     now = lease.write(Holder.MOVING)
-    assert lease.gone(now.turn) == set(), "nobody has looked yet"
-    assert not servers.check()
-    assert not is_alive(first) and lease.gone(now.turn) == {url}
+    assert not servers.check() and is_alive(first), "it may come up while the others fall asleep"
+    assert lease.gone(now.turn) == set()
 
     now = lease.write(Holder.TRAINER)
     for _ in range(3):
@@ -129,14 +128,14 @@ def test_a_condemned_server_is_killed_asleep_and_awake_and_each_time_is_a_restar
     assert servers.check() and lease.gone(now.turn) == {url}, "one that is given up holds nothing at any turn"
 
 
-def test_a_condemned_server_that_is_still_starting_is_killed_and_counted(made, lease, caplog):
+def test_a_condemned_server_that_is_still_starting_is_killed_and_not_counted(made, lease, caplog):
     made.answers(STARTING)
     servers = made()
     servers.start()
     (first,) = servers.pids()
     now = lease.write(Holder.MOVING, servers.urls)
     assert not servers.check() and not is_alive(first)
-    assert lease.gone(now.turn) == set(servers.urls) and "restart 1 of" in caplog.text
+    assert lease.gone(now.turn) == set(servers.urls) and "restart 1 of" not in caplog.text
 
 
 def test_after_the_last_server_and_after_a_stop_all_later_turns_are_answered(made, lease):
@@ -269,8 +268,9 @@ EVENTS = st.lists(
 )
 
 
-def status_of(server: supervisor_module.SupervisedServer, *_: object) -> int:
-    assert ImaginedProcess.holder is Holder.SERVERS, "a sleeping server is asked"
+def status_of(server: supervisor_module.SupervisedServer, check: HealthCheck, *_: object) -> int:
+    if ImaginedProcess.holder is not Holder.SERVERS:
+        assert check is HealthCheck.SCHEDULER_ANSWERS, "a sleeping server is asked for its health"
     return 200 if server.current.process.is_ready else 503
 
 
@@ -306,6 +306,7 @@ def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answer
                 assert alive == set(servers.urls), "it waits for nothing"
             else:
                 states = {server.state for server in servers._servers}
-                assert StartState.STARTING not in states and (what != "lease" or alive.isdisjoint(now.condemned))
+                assert what != "lease" or alive.isdisjoint(now.condemned)
+                assert StartState.STARTING not in states or now.holder is Holder.MOVING
         assert set(ImaginedProcess.started_for) == {Holder.SERVERS}
         servers.stop()
