@@ -6,7 +6,7 @@ _CODE = """
 def register():
     import memory_saver  # of megatron_dapo/platform/sglang_cpu/site
 
-    memory_saver.Region.pause = memory_saver.Region.resume = lambda region: None
+    memory_saver.TaggedMemory.pause = memory_saver.TaggedMemory.resume = lambda region: None
 """
 
 

@@ -155,13 +155,13 @@ class Parked:
         return sum(sum(away.values()) for away in self._away.values())
 
     def _park(self, kind: str) -> None:
-        found = {storage: name for storage, name in self._find()[kind].items() if storage.nbytes()}
-        for storage, name in found.items():
+        resident = {storage: name for storage, name in self._find()[kind].items() if storage.nbytes()}
+        for storage, name in resident.items():
             is_shared = not storage.is_cuda and storage.is_shared()  # of CUDA's torch calls all shared
             assert storage.resizable() and not is_shared, f"{name} shares its memory and cannot leave the GPU"
         if kind != _GRADIENTS:
-            self._copy_to_host(list(found))
-        for storage in found:
+            self._copy_to_host(list(resident))
+        for storage in resident:
             self._away[kind][storage] = storage.nbytes()
             storage.resize_(0)
         if is_gpu():
@@ -179,13 +179,13 @@ class Parked:
 
     def _find(self) -> dict[str, dict[UntypedStorage, str]]:
         """Return each kind's storages with a name, each once."""
-        found: dict[str, dict[UntypedStorage, str]] = {kind: {} for kind in _KINDS}
+        by_kind: dict[str, dict[UntypedStorage, str]] = {kind: {} for kind in _KINDS}
         for role in self._roles:
             held = holdings(role)
             for kind, tensors in zip(_KINDS, (held.weights, held.gradients, held.states), strict=True):
                 for name, tensor in tensors.items():
-                    found[kind].setdefault(tensor.untyped_storage(), f"{name} ({type(role).__name__})")
-        return found
+                    by_kind[kind].setdefault(tensor.untyped_storage(), f"{name} ({type(role).__name__})")
+        return by_kind
 
     def _book(self) -> None:
         """Have the CPU's ledger show what is held now, and was made since the last call."""

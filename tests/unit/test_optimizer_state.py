@@ -17,6 +17,7 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.training import optimizer
 from megatron_dapo.training.distribute import StepDistributor
+from megatron_dapo.training.parked import Parked
 from megatron_dapo.training.policy import Policy
 from tests.synthetic import synthetic_groups
 from tests.tiny_models import make_tiny
@@ -229,3 +230,22 @@ def test_what_this_machine_lacks_is_said_with_the_cure(layout, model_path, key):
     (sentence,) = error.value.sentences
     name, _, value = key.partition("=")
     assert f"{MEGATRON}.{name} is {value}" in sentence and "leave it out" in sentence
+
+
+def test_a_divided_state_is_the_same_after_it_was_parked(layout, model_path, pretended_gpu):
+    """Megatron's optimizer for it holds tensors in containers of its own."""
+    states = []
+    for parks in (False, True):
+        policy, mini_batches = offloaded(layout, model_path, 0.5)
+        policy.update(mini_batches, weight_version=0)
+        if parks:
+            parked = Parked([policy], params=True, optimizer=True)
+            parked.park_states()
+            state = [tensor for slot in slots(policy.state.optimizer) for tensor in slot.tensors().values()]
+            assert state and not any(tensor.untyped_storage().nbytes() for tensor in state)
+            parked.park_weights()
+            parked.restore()
+        policy.update(mini_batches, weight_version=0)
+        states.append(state_of(policy))
+    for one, other in zip(*states, strict=True):
+        assert all(torch.equal(values, other[name]) for name, values in one.items())

@@ -29,15 +29,15 @@ class Recording(TorchDispatchMode):
         self._made = made
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {tensor.untyped_storage() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        inputs = {tensor.untyped_storage() for tensor in tree_iter((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in given:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in inputs:
                 self._made[tensor.untyped_storage()] = tensor.dtype
         return result
 
 
-class Region:
+class TaggedMemory:
     """The storages of one tag that are still in use."""
 
     def __init__(self, tag):
@@ -83,11 +83,11 @@ class CpuMemorySaver:
     enabled = True
 
     def __init__(self):
-        self._regions = {}  # tag -> Region
+        self._regions = {}  # tag -> TaggedMemory
 
     @contextmanager
     def region(self, tag, enable_cpu_backup=False):
-        region = self._regions.setdefault(tag, Region(tag))
+        region = self._regions.setdefault(tag, TaggedMemory(tag))
         with Recording(region.made):
             yield
         region.book(sum(storage.nbytes() for storage in region.made))
