@@ -94,18 +94,21 @@ def test_the_time_asleep_does_not_count_for_servers_that_are_down(folder, lease)
     run(folder, scenario, num_servers=1, overrides=[ON, f"{STARTUP}=1.0"])
 
 
-def test_a_question_that_straddles_the_sleep_counts_for_nothing(folder, lease, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.servers.server_pool._PROBE_TIMEOUT_S", 0.3)
+def test_a_question_that_straddles_the_sleep_counts_for_nothing(folder, lease, asked, monkeypatch):
+    """Whether it is answered asleep, or never."""
+    monkeypatch.setattr("megatron_dapo.servers.server_pool._PROBE_TIMEOUT_S", 1.0)
     monkeypatch.setattr("megatron_dapo.servers.server_pool._MISSES", 1)
 
     async def scenario(controller, servers, listed):
         pool = controller._servers
         await controller.next_batch(1, 1)
         for server in servers:
-            server.is_paused = True
+            server.is_paused = server.is_frozen = True
+        asked.clear()
+        await until(lambda: asked.count("/ready") >= 2 and asked[-2:] == ["/model_info"] * 2)
         lease.write(Holder.MOVING)
-        servers[0].is_frozen = True
-        await looks(pool, 20)  # both answers, or their absence, are known by now
+        servers[0].is_frozen = False
+        await looks(pool, 40)  # 2 s or more
         assert len(pool.urls(ServerState.CURRENT)) == 2
         assert not list(folder.rglob("unresponsive_servers/*"))
 
