@@ -20,7 +20,7 @@ class ParallelSizes:
     world: int
     ep: int = 1  # of the TP x CP x DP ranks of a stage, as etp
     cp: int = 1
-    pipeline_layers: tuple[int, ...] | None = None  # per chunk, if given (checks/pipeline.py)
+    pipeline_layers: tuple[int, ...] | None = None  # per chunk, if given (estimates/pipeline.py)
     etp: int = 1
 
     @property

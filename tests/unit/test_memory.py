@@ -11,8 +11,12 @@ import torch
 
 from benchmarks.memory import peak_bytes
 from megatron_dapo.algorithms.sequence_loss import LossSequence
-from megatron_dapo.checks.flops import attention_flops
-from megatron_dapo.checks.memory import (
+from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.flops import attention_flops
+from megatron_dapo.estimates.memory import (
     GB,
     activation_bytes,
     head_bytes,
@@ -26,11 +30,7 @@ from megatron_dapo.checks.memory import (
     usable_memory,
     weight_sync_bytes,
 )
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES
-from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
-from megatron_dapo.commands.plan.shortage import shortage
-from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
-from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
 from megatron_dapo.huggingface.lora_settings import lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import attention_weights, hf_tensors, linear_modules

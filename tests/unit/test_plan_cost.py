@@ -9,12 +9,12 @@ import pytest
 from launch.slurm.__main__ import main as slurm_main
 from launch.slurm.plan import Allocation
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.commands.plan import cost, step_time
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds, usual_run
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.estimates.model_shapes import model_json_named
 from tests.helpers import REPOSITORY
 from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 

@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.model_shapes import model_json_named
-from megatron_dapo.checks.recompute import least_that_fits
 from megatron_dapo.commands.plan import search, step_time
 from megatron_dapo.commands.plan.search import ConfigSource, candidates, changed_overrides
 from megatron_dapo.commands.plan.server_time import ServerSpeed
@@ -23,6 +20,9 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import least_that_fits
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit

@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checks.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.checks.model_checks import published_name, read_model_json, shape_of
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES, model_json_named
-from megatron_dapo.checks.recompute import settled
 from megatron_dapo.checks.run_checks import load_and_validate, validate
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds
 from megatron_dapo.commands.plan.measured import MeasuredRun
@@ -28,6 +25,9 @@ from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.estimates.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dapo.checks.hardware import HARDWARE
 from megatron_dapo.checks.model_checks import read_model_specs
 from megatron_dapo.commands.plan.step_time import Assumptions, RunTime, StepTime, run_time
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
 
 HOUR = 3600.0
 DAY = 24 * HOUR

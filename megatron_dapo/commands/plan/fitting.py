@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_dapo.checks.memory import SERVER_SHARE, server_memory, trainer_memory, usable_memory
-from megatron_dapo.checks.recompute import ALL_LAYERS
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import critic_batching, parallel_sizes, uses_critic
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import SERVER_SHARE, server_memory, trainer_memory, usable_memory
+from megatron_dapo.estimates.recompute import ALL_LAYERS
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"

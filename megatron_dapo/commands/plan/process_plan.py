@@ -2,17 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_dapo.checks.memory import (
-    host_memory,
-    kept_free,
-    routed_experts_on_host,
-    server_memory,
-    trainer_memory,
-    usable_memory,
-)
 from megatron_dapo.checks.model_checks import published_name, read_model_specs
-from megatron_dapo.checks.pipeline import split_of
-from megatron_dapo.checks.recompute import in_words
 from megatron_dapo.common.sizes import GB, ceil_div, format_gb
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
@@ -38,6 +28,16 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import RewardConfig
+from megatron_dapo.estimates.memory import (
+    host_memory,
+    kept_free,
+    routed_experts_on_host,
+    server_memory,
+    trainer_memory,
+    usable_memory,
+)
+from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.recompute import in_words
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import FILTER_METRICS

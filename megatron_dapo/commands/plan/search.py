@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checks.memory import server_memory, trainer_memory
-from megatron_dapo.checks.recompute import least_that_fits
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.step_time import (
     Assumptions,
@@ -25,6 +23,8 @@ from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import server_memory, trainer_memory
+from megatron_dapo.estimates.recompute import least_that_fits
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 

@@ -7,12 +7,12 @@ simulation's input.
 
 from dataclasses import dataclass
 
-from megatron_dapo.checks.hardware import Hardware
-from megatron_dapo.checks.memory import cache_width, num_expert_parameters, num_parameters
 from megatron_dapo.commands.plan.training_time import WIDTH, Efficiency
 from megatron_dapo.common.sizes import MIB, ceil_div
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import Hardware
+from megatron_dapo.estimates.memory import cache_width, num_expert_parameters, num_parameters
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and

@@ -1,7 +1,5 @@
 """Reports a shortage of GPU memory, with the cure."""
 
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.memory import kept_free, server_memory, trainer_memory, usable_memory, weight_sync_bytes
 from megatron_dapo.commands.plan.fitting import (
     SERVER_TP,
     in_gb,
@@ -15,6 +13,8 @@ from megatron_dapo.config.derived import servers_per_node, starts_servers
 from megatron_dapo.config.key_names import ROLLOUT
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.memory import kept_free, server_memory, trainer_memory, usable_memory, weight_sync_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 _ACTOR = "actor_rollout_ref.actor"

@@ -5,8 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dapo.checks.hardware import Hardware
-from megatron_dapo.checks.memory import server_memory
 from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_s, server_speed
 from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, Speed, random_draws
 from megatron_dapo.commands.plan.training_time import (
@@ -30,6 +28,8 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.estimates.hardware import Hardware
+from megatron_dapo.estimates.memory import server_memory
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
-from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
@@ -27,6 +26,7 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.model_spec import ModelSpec

@@ -9,11 +9,11 @@ import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dapo.checks.memory import trainer_memory, usable_memory
-from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import trainer_memory, usable_memory
+from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import attention_weights
 
