@@ -123,9 +123,10 @@ def is_server_url(text: str) -> bool:
 
 
 def servers_per_node(config: Config) -> int:
-    """Return the number of SGLang servers on one node: all of them without server nodes."""
+    """Return the number of SGLang servers on one node: on shared GPUs of the trainer's nodes, else
+    of the server nodes, or all of them without such."""
     server = config.actor_rollout_ref.rollout.server
-    return server.num_servers // max(1, server.nnodes)
+    return server.num_servers // (config.trainer.nnodes if shares_gpus(config) else max(1, server.nnodes))
 
 
 def is_validation_step(config: Config, step: int) -> bool:
@@ -143,6 +144,13 @@ def samples_per_rollout_step(config: Config) -> int:
     if config.sft.enable:
         return config.data.train_batch_size
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def offload_fraction(config: Config) -> float:
+    """Return the share of the optimizer's state on the host; auto counts as none until it is
+    settled (estimates/recompute.py)."""
+    fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
+    return 0.0 if fraction == "auto" else fraction
 
 
 def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:

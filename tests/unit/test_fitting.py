@@ -22,8 +22,9 @@ from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
-from megatron_dapo.estimates.memory import server_memory, trainer_memory
+from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit

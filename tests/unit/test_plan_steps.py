@@ -156,8 +156,8 @@ def test_the_search_tries_context_parallel_sizes_that_a_run_would_accept(small_s
     assert {cp for _, _, cp in sizes} == {1, 2, 4, 8}
     # 4 KV heads let TP be 4 at most: on 16 GPUs without PP the rest is CP or DP
     keys = layouts[sizes.index([4, 1, 4])]
-    assert source.accepts(config, keys)
-    assert not source.accepts(config, keys | {"actor_rollout_ref.model.use_remove_padding": False})
+    assert source.accepts(keys)
+    assert not source.accepts(keys | {"actor_rollout_ref.model.use_remove_padding": False})
 
 
 def test_the_search_takes_the_least_recomputation_that_fits(small_search):
@@ -238,7 +238,20 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys):
             ["--config", recipe("dapo_7b"), "--hardware", "a100", "actor_rollout_ref.actor.megatron.fp8=hybrid"],
             "fp8 is hybrid with fp8_recipe tensorwise, which needs compute capability 8.9, but a100 has 8.0",
         ),
-        (["--config", recipe("demo"), "--search"], "--search divides nodes"),
+        (
+            [
+                "--config",
+                recipe("dapo_7b"),
+                "--search",
+                "actor_rollout_ref.rollout.server.nnodes=0",
+                "trainer.nnodes=2",
+            ],
+            "--search divides nodes",
+        ),
+        (
+            ["--config", recipe("dapo_7b"), "--search", "actor_rollout_ref.rollout.server_urls=[http://a:1]"],
+            "names running servers",
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, words, capsys, monkeypatch):

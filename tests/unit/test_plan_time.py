@@ -409,7 +409,7 @@ def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
     assert speed.token_s_per_request == pytest.approx(96 / 1e4 + 2896 / 1e4)
     assert speed.tokens_per_s == pytest.approx(10 / (0.3418 + 10 * 0.2992))
     assert speed.scaled_to(100.0).tokens_per_s == pytest.approx(100.0)
-    assert push_s(SMALL, 1, SLOW, HALF) == pytest.approx(3408 / 1e2 + 0.005)
+    assert push_s(SMALL, 1, SLOW.network_bandwidth * HALF.link) == pytest.approx(3408 / 1e2 + 0.005)
 
 
 def test_a_servers_work_for_each_request_makes_more_of_them_slower():

@@ -29,9 +29,10 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
-from megatron_dapo.estimates.memory import server_memory, trainer_memory
+from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rollout.build_rollout import load_prompts

@@ -19,7 +19,7 @@ from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.config.derived import replaces_groups, shares_gpus
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
@@ -44,9 +44,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--staleness", metavar="K,...", type=_staleness, help="max_staleness to compare; 0,1,2 and the config's own"
     )
-    parser.add_argument(
-        "--search", action="store_true", help="also the ten fastest layouts and splits of as many nodes"
-    )
+    parser.add_argument("--search", action="store_true", help="also the ten fastest layouts and splits of as many GPUs")
     parser.add_argument("--time-limit", metavar="TIME", default="24:00:00", help="of a job, as for sbatch; 24:00:00")
     parser.add_argument(
         "--notice", metavar="S", type=_positive, default=JobLimit().notice_s, help="seconds before it; 7200"
@@ -111,7 +109,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     assumed = _assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
-    run = run_time(config, spec, assumed, staleness, critic)
+    run = run_time(config, spec, assumed, [0] if shares_gpus(config) else staleness, critic)
     print_line(time_plan(config, name, assumed, run, limit))
     if arguments.search:
         source = ConfigSource(Path(arguments.config), tuple(overrides), model_json, critic)

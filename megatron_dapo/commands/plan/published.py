@@ -189,7 +189,7 @@ def _phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
         reference=training.score * (run.num_scores - 1),
         critic=0.0,
         hand_over=0.0,
-        push=push_s(spec, BUCKET_MB, hardware, efficiency),
+        push=push_s(spec, BUCKET_MB, hardware.network_bandwidth * efficiency.link),
         prefill_s=0.0,  # they keep their caches, or have no request in flight, when weights come
     )
     return parts, responses

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_s, server_speed
+from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_rate, push_s, server_speed
 from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, Speed, random_draws
 from megatron_dapo.commands.plan.training_time import (
     Efficiency,
@@ -22,6 +22,7 @@ from megatron_dapo.config.derived import (
     needs_reference,
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
+    shares_gpus,
     uses_critic,
     uses_servers,
     world_size,
@@ -29,7 +30,8 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.estimates.hardware import Hardware
-from megatron_dapo.estimates.memory import server_memory
+from megatron_dapo.estimates.server_memory import server_memory
+from megatron_dapo.estimates.shared_gpus import COPY_RATE, moved_bytes, moving_s
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
@@ -120,6 +122,8 @@ class PhaseTimes:
     prefill_s: float
     """At a push with K above 0 each server prefills its running requests again, unless they keep
     their caches"""
+    moving: float = 0.0
+    """On shared GPUs: memory of the trainer to the host and back."""
 
     @property
     def train_s(self) -> float:
@@ -155,6 +159,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency).slower_by(
         factors.update, factors.log_probs
     )
+    rate = push_rate(config, hardware, efficiency)
     critic_s = 0.0
     if uses_critic(config):
         critic_spec = (critic or spec).as_critic()
@@ -178,10 +183,11 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         reference=training.score if needs_reference(config) else 0.0,
         critic=critic_s,
         hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
-        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push
-        if uses_servers(config)
-        else 0.0,
+        push=push_s(spec, config.weight_sync.bucket_size_mb, rate) * factors.push if uses_servers(config) else 0.0,
         prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
+        moving=2 * moving_s(config, moved_bytes(config, spec, critic), min(COPY_RATE, hardware.host_link_bandwidth))
+        if shares_gpus(config)
+        else 0.0,
     )
 
 
@@ -197,8 +203,7 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     """Return the speed of one of a config's servers. Its slots are limited by the keys and by its
     cache."""
     rollout = config.actor_rollout_ref.rollout
-    context = mean_context(assumed.responses, assumed.prompt)
-    limits = [rollout.max_concurrency, int(server_memory(config, spec).num_tokens / context)]
+    limits = [rollout.max_concurrency, slots_in_cache(config, spec, assumed)]
     if rollout.server.max_running_requests:
         limits.append(rollout.server.max_running_requests)
     speed = server_speed(
@@ -213,6 +218,11 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     if assumed.server_tokens_per_s is not None:
         return speed.scaled_to(assumed.server_tokens_per_s)
     return speed.scaled_to(speed.tokens_per_s / assumed.factors.server)
+
+
+def slots_in_cache(config: Config, spec: ModelSpec, assumed: Assumptions) -> int:
+    """Return the requests of mean length that a server's cache holds at once."""
+    return int(server_memory(config, spec).num_tokens / mean_context(assumed.responses, assumed.prompt))
 
 
 def step_recipe(config: Config, max_staleness: int) -> Recipe:
@@ -231,10 +241,11 @@ def step_recipe(config: Config, max_staleness: int) -> Recipe:
 def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
     """Return a step's time by simulation of the program's own queue and admission."""
     push = parts.push + (parts.prefill_s if recipe.max_staleness else 0.0)
-    speed = simulated(machines_of(parts, recipe, push), recipe, responses, acceptance)
+    still = push + parts.moving  # while no server writes
+    speed = simulated(machines_of(parts, recipe, still), recipe, responses, acceptance)
     step = 1 / speed.steps_per_s
     sampling = speed.wait_share * step
-    free = (1 - speed.slots_used) * step - (parts.train_s + push)
+    free = (1 - speed.slots_used) * step - (parts.train_s + still)
     return StepTime(
         max_staleness=recipe.max_staleness,
         step=step,
@@ -317,7 +328,7 @@ def run_time(
     else:
         age = config.actor_rollout_ref.rollout.max_staleness
         steps = (StepTime(age, parts.train_s, 0.0, None, 0.0, trainer_idle=0.0, servers_idle=0.0),)
-    num_gpus = world_size(config) + parts.num_servers * parts.server_tp
+    num_gpus = world_size(config) + (0 if shares_gpus(config) else parts.num_servers * parts.server_tp)
     tokens = training_work(config, assumed.responses, assumed.prompt).num_tokens
     return RunTime(
         parts=parts,

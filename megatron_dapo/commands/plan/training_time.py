@@ -15,6 +15,7 @@ from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
     ParallelSizes,
     num_mini_batches,
+    offload_fraction,
     parallel_sizes,
     samples_per_rollout_step,
 )
@@ -173,7 +174,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         megatron.overlap_grad_reduce,
         megatron.overlap_param_gather,
         megatron.fp8 != "none",
-        megatron.optimizer_offload_fraction,
+        offload_fraction(config),
         megatron.tp_comm_overlap,
         lora_settings(config),
     )
