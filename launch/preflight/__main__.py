@@ -24,7 +24,7 @@ from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, starts_servers, uses_servers
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
@@ -225,6 +225,8 @@ class Preflight:
             self._folder.clean()
         self._add("files", files := machine.files(config))
         self._add("GPUs", self._gpus())
+        if shares_gpus(config) and self._uses_gpus:
+            self._add("shared GPUs", gpus.sharing(config))
         self._add("compiler", gpus.compiler(self._uses_gpus))
         serves = self._starts_servers and arguments.role != "trainer"
         if serves and self._uses_gpus:

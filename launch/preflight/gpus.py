@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.preflight.machine import REPOSITORY, Result
+from megatron_dapo.checks.gpu_checks import machine_here, shared_gpu_faults
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.transformer_engine import EngineHere
@@ -30,12 +31,13 @@ _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
     """Return the number of GPUs for a node's role: trainer, server (with servers of its own), or
-    both.
+    both. Shared GPUs count once.
 
     has_reward_model: whether a server node serves it too; for the role `both` the config decides.
     """
-    count = config.trainer.n_procs_per_node if role != "server" else 0
-    if role == "server" or (role == "both" and starts_servers(config)):
+    shared = shares_gpus(config)
+    count = config.trainer.n_procs_per_node if role != "server" or shared else 0
+    if not shared and (role == "server" or (role == "both" and starts_servers(config))):
         count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     if has_reward_model or (role == "both" and starts_reward_model(config)):
         count += config.reward.model.tensor_model_parallel_size
@@ -93,6 +95,16 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
         return Result(f"unusable, driver {driver}", engine)
     summary = f"{there} x {name}, {count} used, driver {driver}, healthy; {engine}"
     return Result(summary, engine_fault(config, engine) if role != "server" else None)
+
+
+def sharing(config: Config) -> Result:
+    """Check the GPUs that trainer and servers of this node share, and the memory beside them."""
+    from megatron_dapo.servers.supervisor import visible_gpus
+
+    here = machine_here(visible_gpus()[: config.trainer.n_procs_per_node])
+    faults = list(shared_gpu_faults(config, here))
+    summary = f"{len(here.gpus)} seen, {format_bytes(here.available, digits=0)} of memory available"
+    return Result(summary, "; ".join(fault.rstrip(".") for fault in faults) + "." if faults else None)
 
 
 def engine_fault(config: Config, engine: EngineHere) -> str | None:
