@@ -77,17 +77,17 @@ def test_of_all_ways_to_use_four_gpus_the_fastest_is_found(quick):
     overrides += (f"{SERVER}.tensor_model_parallel_size=1", "data.train_batch_size=32", "data.gen_batch_size=96")
     source, config, assumed = source_of("one_node_7b", "qwen2.5-1.5b", *overrides)
     best = min(step_of(source, changed, assumed, age) for changed, age in every_choice(source, config, (0, 1)))
-    found = search.search(source, config, assumed, (0, 1))
-    assert found[0][1].step == pytest.approx(best, rel=0.01)
+    rows = search.search(source, config, assumed, (0, 1))
+    assert rows[0][1].step == pytest.approx(best, rel=0.01)
 
 
 def test_what_is_shown_is_pasted_runs_and_fits(quick):
     source, config, assumed = source_of(
         "one_node_7b", "qwen2.5-7b", "data.train_batch_size=32", "data.gen_batch_size=96"
     )
-    found = search.search(source, config, assumed, (0, 1, 2))
-    assert len(found) == search.NUM_SHOWN
-    for candidate, _ in found:
+    rows = search.search(source, config, assumed, (0, 1, 2))
+    assert len(rows) == search.NUM_SHOWN
+    for candidate, _ in rows:
         pasted = load_config(source.path, [*source.overrides, *changed_overrides(source.as_read, candidate.keys)])
         assert shortage(settled(pasted, source.actor), source.actor) == []
         assert gpus_of(pasted) == 8
@@ -101,9 +101,9 @@ def test_what_is_shown_is_pasted_runs_and_fits(quick):
 
 def test_on_one_gpu_sharing_it_is_the_only_way(quick):
     source, config, assumed = source_of("one_gpu_1.5b", "qwen2.5-1.5b", "trainer.gpu_memory_gb=24")
-    found = search.search(source, config, assumed, (0, 1))
-    assert found and all(candidate.keys[search.SHARED] for candidate, _ in found)
-    assert {candidate.keys[f"{MEGATRON}.optimizer_offload_fraction"] for candidate, _ in found} == {1.0}
+    rows = search.search(source, config, assumed, (0, 1))
+    assert rows and all(candidate.keys[search.SHARED] for candidate, _ in rows)
+    assert {candidate.keys[f"{MEGATRON}.optimizer_offload_fraction"] for candidate, _ in rows} == {1.0}
 
 
 def test_a_mixture_that_does_not_fit_is_found_with_adam_on_the_host_and_with_adapters(quick):
