@@ -31,13 +31,12 @@ _FREE_SHARE = 0.9  # a driver and a desktop keep some for themselves
 
 def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
     """Return the number of GPUs for a node's role: trainer, server (with servers of its own), or
-    both. Shared GPUs count once.
+    both.
 
     has_reward_model: whether a server node serves it too; for the role `both` the config decides.
     """
-    shared = shares_gpus(config)
-    count = config.trainer.n_procs_per_node if role != "server" or shared else 0
-    if not shared and (role == "server" or (role == "both" and starts_servers(config))):
+    count = config.trainer.n_procs_per_node if role != "server" else 0
+    if role == "server" or (role == "both" and starts_servers(config) and not shares_gpus(config)):
         count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     if has_reward_model or (role == "both" and starts_reward_model(config)):
         count += config.reward.model.tensor_model_parallel_size

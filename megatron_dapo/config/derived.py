@@ -123,10 +123,10 @@ def is_server_url(text: str) -> bool:
 
 
 def servers_per_node(config: Config) -> int:
-    """Return the number of SGLang servers on one node: on shared GPUs of the trainer's nodes, else
-    of the server nodes, or all of them without such."""
+    """Return the number of SGLang servers on one node: all of them without server nodes, unless
+    they share the trainer's."""
     server = config.actor_rollout_ref.rollout.server
-    return server.num_servers // (config.trainer.nnodes if shares_gpus(config) else max(1, server.nnodes))
+    return server.num_servers // max(1, config.trainer.nnodes if shares_gpus(config) else server.nnodes)
 
 
 def is_validation_step(config: Config, step: int) -> bool:

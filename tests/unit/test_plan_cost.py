@@ -181,7 +181,7 @@ def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeyp
     assert plan["max_restarts"] == 20
 
 
-@pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b", "dapo_qwen3_30b_a3b", "dapo_qwen3_235b_a22b"])
+@pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b", "dapo_qwen3_30b_a3b", "dapo_qwen3_235b_a22b", "one_node"])
 def test_a_script_tells_the_dry_run_the_time_limit_that_it_asks_of_slurm(name):
     text = (REPOSITORY / "slurm" / f"{name}.sh").read_text()
     assert re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)[1] == re.search(r"TIME_LIMIT:-([\d:]+)}", text)[1]
