@@ -297,7 +297,7 @@ def test_a_recipe_for_gpus_loses_few_steps_with_its_nodes(name):
 ONE_NODE = {  # GPUs that train and, if others sample, those
     "one_gpu_1.5b.yaml": (1, 0),
     "one_node_7b.yaml": (8, 0),
-    "one_node_7b_async.yaml": (2, 6),
+    "one_node_7b_async.yaml": (4, 4),
     "one_node_qwen3_30b_a3b.yaml": (8, 0),
     "one_node_qwen3_30b_a3b_full.yaml": (8, 0),
 }

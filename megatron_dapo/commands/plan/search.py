@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD
 from megatron_dapo.commands.plan.step_time import (
     Assumptions,
     PhaseTimes,
+    Simulate,
     StepTime,
     phase_times,
     server_of,
+    simulated,
     slots_in_cache,
     step_recipe,
     step_time,
@@ -45,7 +47,7 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 NUM_SHOWN = 10
-NUM_OTHERS = 3  # of those that train adapters in place of weights, or the reverse
+NUM_OTHERS = 2  # of those that train adapters in place of weights, or the reverse
 SIZES = (1, 2, 4, 8)
 LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same GPUs is of no use
 SERVERS_PER_SPLIT = 2  # those with most tokens per second; fewer, larger ones end a step's tail earlier
@@ -81,6 +83,11 @@ class ConfigSource:
     def actor(self) -> ModelSpec:
         """Return the actor's spec."""
         return model_spec(self.model_json)
+
+    @cached_property
+    def simulate(self) -> Simulate:
+        """Return the simulation, which does not repeat itself: with K = 0 all layouts wait alike."""
+        return cache(simulated)
 
     @cached_property
     def as_read(self) -> Config:
@@ -122,7 +129,7 @@ def search(
         if len(best) == number and candidate.bound_s >= best[-1][1].step:
             break
         recipe = step_recipe(candidate.config, candidate.max_staleness)
-        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance)
+        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
         best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:number]
     return best
 

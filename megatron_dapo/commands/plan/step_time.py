@@ -2,7 +2,7 @@
 each K."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_rate, push_s, server_speed
@@ -238,22 +238,35 @@ def step_recipe(config: Config, max_staleness: int) -> Recipe:
     )
 
 
-def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
-    """Return a step's time by simulation of the program's own queue and admission."""
+Simulate = Callable[[Machines, Recipe, Lengths, float], Speed]
+"""As `simulated`."""
+
+
+def step_time(
+    parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float, simulate: Simulate | None = None
+) -> StepTime:
+    """Return a step's time by simulation of the program's own queue and admission. simulate: None:
+    `simulated`."""
     push = parts.push + (parts.prefill_s if recipe.max_staleness else 0.0)
     still = push + parts.moving  # while no server writes
-    speed = simulated(machines_of(parts, recipe, still), recipe, responses, acceptance)
-    step = 1 / speed.steps_per_s
-    sampling = speed.wait_share * step
-    free = (1 - speed.slots_used) * step - (parts.train_s + still)
+    machines = machines_of(parts, recipe, still)
+    if recipe.max_staleness:
+        speed = (simulate or simulated)(machines, recipe, responses, acceptance)
+        step = 1 / speed.steps_per_s
+        sampling, used = speed.wait_share * step, speed.slots_used
+    else:  # servers write while the trainer waits, and only then
+        speed = (simulate or simulated)(replace(machines, train_s=0.0, push_s=0.0), recipe, responses, acceptance)
+        sampling = 1 / speed.steps_per_s
+        step = sampling + parts.train_s + still
+        used = speed.slots_used * sampling / step
     return StepTime(
         max_staleness=recipe.max_staleness,
         step=step,
         sampling=sampling,
-        tail=None if recipe.max_staleness else min(max(free, 0.0), sampling),
+        tail=None if recipe.max_staleness else (1 - speed.slots_used) * sampling,
         push=push,
-        trainer_idle=speed.wait_share,
-        servers_idle=1 - speed.slots_used,
+        trainer_idle=sampling / step,
+        servers_idle=1 - used,
     )
 
 
