@@ -115,14 +115,15 @@ def search(
     assumed: Assumptions,
     staleness: Sequence[int],
     kind: Mapping[str, Any] | None = None,
-    number: int = NUM_SHOWN,
+    number: int | None = None,
 ) -> list[tuple[Candidate, StepTime]]:
     """Return the fastest candidates that a run would accept, the fastest first; at most `number`.
 
     Exact among the candidates: they are simulated in the order of a lower bound of their step. The
     search goes on until none of the rest can be faster than the last one shown. kind: keys of all
-    candidates.
+    candidates. number: None: NUM_SHOWN.
     """
+    number = number or NUM_SHOWN
     ordered = sorted(candidates(source, config, assumed, staleness, kind), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
     for candidate in ordered:
