@@ -205,5 +205,5 @@ def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, smal
     parts = ("hand-over of the batch", "old log-probs", next(name for name in seconds if name.startswith("update")))
     assert seconds["step"] == pytest.approx(sum(seconds[name] for name in parts), rel=0.01)
     assert main(["plan", "--config", path, "--search", "trainer.synthetic_batch=true"]) == 2
-    assert "--search divides nodes between trainer and servers, but the run uses no servers" in capsys.readouterr().err
+    assert "--search divides GPUs between trainer and servers, but the run uses no servers" in capsys.readouterr().err
     assert main(["plan", "--config", path, "trainer.replay=/batches"]) == 2

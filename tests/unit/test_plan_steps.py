@@ -133,6 +133,7 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
             step_time.step_recipe(candidate.config, candidate.max_staleness),
             assumptions().responses,
             assumptions().acceptance,
+            source.simulate,
         ).step
         for candidate in candidates(source, config, assumptions(), (0, 1, 2))
     ]

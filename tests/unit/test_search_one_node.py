@@ -124,7 +124,12 @@ def test_few_of_many_candidates_are_simulated_and_checked(quick, monkeypatch):
     """What a search takes: a simulation a third of a second, a check of a config a thirtieth."""
     simulations, checks = [], []
     simulated, accepts = search.simulated, ConfigSource.accepts
-    monkeypatch.setattr(search, "simulated", lambda *arguments: simulations.append(arguments) or simulated(*arguments))
+
+    def counted(*arguments, **options):
+        simulations.append(arguments)
+        return simulated(*arguments, **options)
+
+    monkeypatch.setattr(search, "simulated", counted)
     monkeypatch.setattr(ConfigSource, "accepts", lambda self, keys: checks.append(keys) or accepts(self, keys))
     source, config, assumed = source_of("one_node_7b", "qwen2.5-7b")
     search_report(source, config, assumed, (0, 1, 2))

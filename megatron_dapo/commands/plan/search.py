@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ class ConfigSource:
 
     @cached_property
     def simulate(self) -> Simulate:
-        """Return the simulation, which does not repeat itself: with K = 0 all layouts wait alike."""
-        return cache(simulated)
+        """Return a simulation of half of the plan's requests. It does not repeat itself: with K = 0
+        all layouts wait alike."""
+        return cache(partial(simulated, part_of_requests=0.5))
 
     @cached_property
     def as_read(self) -> Config:

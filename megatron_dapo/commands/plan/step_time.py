@@ -280,15 +280,17 @@ def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
     )
 
 
-def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
+def simulated(
+    machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float, part_of_requests: float = 1.0
+) -> Speed:
     """Return the simulated speed, if necessary of a part of the servers with the same part of the
     groups.
 
     Servers are independent, so a part behaves like the whole, except that the longest of fewer
     responses is shorter. Of a single server a part of the slots is simulated, with a
-    correspondingly larger slowdown per request.
+    correspondingly larger slowdown per request. part_of_requests: of SIMULATED_REQUESTS.
     """
-    share = min(1.0, SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
+    share = min(1.0, part_of_requests * SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
     part = max(1, math.floor(machines.num_servers * share))
     slots = machines.slots_per_server
     if machines.num_servers * share < 1:
