@@ -33,13 +33,9 @@ def on_gpus(gpus: Sequence[Gpu], torch_version: str) -> list[str]:
 
 def machine() -> list[str]:
     """Return the overrides for this machine."""
-    return on_gpus(machine_here(visible()).gpus, importlib.metadata.version("torch"))
-
-
-def visible() -> list[str] | None:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, or None without it."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if names is None else names.split(",")
+    here = machine_here(None if names is None else names.split(","))
+    return on_gpus(here.gpus, importlib.metadata.version("torch"))
 
 
 DEMO = Demo(

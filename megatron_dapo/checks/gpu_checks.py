@@ -16,7 +16,7 @@ from megatron_dapo.common.sizes import GB, MIB
 from megatron_dapo.config.derived import offload_fraction, shares_gpus
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.estimates.shared_gpus import parked_on_host
+from megatron_dapo.estimates.server_memory import parked_on_host
 
 # Bytes in use on a GPU without a process of its own: the driver, a screen.
 OF_NOBODY = 1 * GB
@@ -48,19 +48,15 @@ class Machine:
 
 
 def machine_here(names: Collection[str] | None = None) -> Machine:
-    """Return this machine with the GPUs of these names; None: with all of them."""
-    gpus = [gpu for gpu in _gpus_here() if names is None or {gpu.name, gpu.uuid} & set(names)]
-    return Machine(tuple(gpus), min(psutil.virtual_memory().available, _container_limit()))
-
-
-def _gpus_here() -> list[Gpu]:
-    """Return the GPUs that the driver lists; none without a driver."""
+    """Return this machine with the GPUs of these names; None: with all. Without a driver it has
+    none."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S)
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return list(parsed(done.stdout))
+        listing = ""
+    gpus = [gpu for gpu in parsed(listing) if names is None or {gpu.name, gpu.uuid} & set(names)]
+    return Machine(tuple(gpus), min(psutil.virtual_memory().available, _container_limit()))
 
 
 def parsed(listing: str) -> Iterator[Gpu]:

@@ -247,7 +247,7 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys):
                 "actor_rollout_ref.rollout.server.nnodes=0",
                 "trainer.nnodes=2",
             ],
-            "--search divides nodes",
+            "server.nnodes is 0; set it",
         ),
         (
             ["--config", recipe("dapo_7b"), "--search", "actor_rollout_ref.rollout.server_urls=[http://a:1]"],

@@ -12,8 +12,7 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
-from megatron_dapo.estimates.server_memory import server_memory
-from megatron_dapo.estimates.shared_gpus import server_share
+from megatron_dapo.estimates.server_memory import server_memory, server_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"

@@ -33,13 +33,13 @@ from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.estimates.memory import host_memory, kept_free, routed_experts_on_host, trainer_memory, usable_memory
 from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.estimates.recompute import in_words
-from megatron_dapo.estimates.server_memory import push_memory, server_memory
-from megatron_dapo.estimates.shared_gpus import (
+from megatron_dapo.estimates.server_memory import (
     COPY_RATE,
     kept_while_sampling,
     moved_bytes,
     moving_s,
-    pinned_memory,
+    push_memory,
+    server_memory,
     server_share,
 )
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
@@ -371,7 +371,7 @@ def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Ite
     moved = moved_bytes(config, actor, critic)
     seconds = moving_s(config, moved)
     together = "" if config.trainer.n_procs_per_node == 1 else ", all GPUs of a node at once"
-    pinned = format_gb(pinned_memory(config, actor, critic))
+    pinned = format_gb(moved * config.trainer.n_procs_per_node)
     yield (
         f"moved each way: {format_gb(moved)} GB per GPU, {seconds:.2g} s at {COPY_RATE / GB:g} GB/s{together}; "
         f"{pinned} GB of each node's memory are pinned for it"

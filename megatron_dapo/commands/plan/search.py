@@ -306,19 +306,15 @@ def _as_text(value: object) -> str:
 def search_report(source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]) -> str:
     """Return the best candidates as a table, and each as keys to paste. Raises UserError if there
     is nothing to divide."""
+    why = None
     if not uses_servers(config):
-        raise UserError("--search divides GPUs between trainer and servers, but the run uses no servers; leave it out.")
-    if not starts_servers(config):
-        raise UserError(
-            f"--search divides GPUs between trainer and servers, but {ROLLOUT}.server_urls or server_urls_file names "
-            f"running servers; leave one of both out."
-        )
-    server = config.actor_rollout_ref.rollout.server
-    if config.trainer.nnodes > 1 and not server.nnodes and not shares_gpus(config):
-        raise UserError(
-            f"--search divides nodes between trainer and servers, but {SERVER}.nnodes is 0; set it to the number of "
-            f"server nodes, or {SHARED} to true."
-        )
+        why = "the run uses no servers; leave it out"
+    elif not starts_servers(config):
+        why = f"{ROLLOUT}.server_urls or server_urls_file names running servers; leave one of both out"
+    elif config.trainer.nnodes > 1 and not (config.actor_rollout_ref.rollout.server.nnodes or shares_gpus(config)):
+        why = f"{SERVER}.nnodes is 0; set it to the number of server nodes, or {SHARED} to true"
+    if why is not None:
+        raise UserError(f"--search divides GPUs between trainer and servers, but {why}.")
     best = search(source, config, assumed, staleness)
     other = {LORA_RANK: 0 if config.actor_rollout_ref.model.lora_rank else ADAPTER_RANK}
     others = [] if uses_critic(config) else search(source, config, assumed, staleness, other, NUM_OTHERS)

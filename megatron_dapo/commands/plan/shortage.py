@@ -25,8 +25,7 @@ from megatron_dapo.estimates.memory import (
     usable_memory,
     weight_sync_bytes,
 )
-from megatron_dapo.estimates.server_memory import push_memory, server_memory
-from megatron_dapo.estimates.shared_gpus import kept_while_sampling, server_share
+from megatron_dapo.estimates.server_memory import kept_while_sampling, push_memory, server_memory, server_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 OFFLOAD = f"{MEGATRON}.optimizer_offload_fraction"
@@ -130,7 +129,8 @@ def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Ite
             f"{size / GB:g}; leave mem_fraction_static null."
         )
     if (pushing := push_memory(config, actor, critic)) > size:
-        tp = next((tp for tp in server_sizes(config, actor) if _pushes(config, tp, actor, critic)), None)
+        sizes = {tp: with_keys(config, {SERVER_TP: tp}) for tp in server_sizes(config, actor)}
+        tp = next((tp for tp, changed in sizes.items() if push_memory(changed, actor, critic) <= size), None)
         cure = (
             f"set {SERVER_TP} to {tp} and {_fewer_servers(config, tp)}"
             if tp
@@ -140,11 +140,6 @@ def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Ite
             f"A push would need about {pushing / GB:.0f} GB of a shared GPU, with the weights of trainer and server, "
             f"above trainer.gpu_memory_gb {size / GB:g}; {cure}."
         )
-
-
-def _pushes(config: Config, tp: int, actor: ModelSpec, critic: ModelSpec | None) -> bool:
-    changed = with_keys(config, {SERVER_TP: tp})
-    return push_memory(changed, actor, critic) <= config.trainer.gpu_memory_gb * GB
 
 
 def _larger_server(config: Config, spec: ModelSpec, critic: ModelSpec | None) -> str:

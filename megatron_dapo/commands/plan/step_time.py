@@ -30,8 +30,7 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.estimates.hardware import Hardware
-from megatron_dapo.estimates.server_memory import server_memory
-from megatron_dapo.estimates.shared_gpus import COPY_RATE, moved_bytes, moving_s
+from megatron_dapo.estimates.server_memory import COPY_RATE, moved_bytes, moving_s, server_memory
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
