@@ -1,5 +1,5 @@
-"""`make demo`: DAPO on two-digit sums, with the whole machinery on one machine: on its CPU, or on its
-GPUs (not yet run there).
+"""`make demo`: DAPO on two-digit sums, with the whole machinery on one machine: on its CPU, or
+(not yet run there) on its GPUs.
 
 python -m examples.arithmetic.demo [key=value ...]
 """

@@ -1,4 +1,4 @@
-"""`plan --search` inside one node and on one GPU: it finds the best of all, and what it shows runs."""
+"""`plan --search` inside one node and on one GPU: it finds the best of all; what it shows runs."""
 
 import itertools
 import shlex
@@ -42,8 +42,8 @@ def step_of(source: ConfigSource, config, assumed, age: int) -> float:
 
 
 def every_choice(source: ConfigSource, config, ages):
-    """All ways to use four GPUs, each written out: sharing, or so many of each; layouts, recomputation,
-    Adam on the host; servers of each size with as many requests as the cache holds; K."""
+    """All ways to use four GPUs, each written out: sharing, or so many of each; layouts,
+    recomputation, Adam on the host; servers of each size with a full cache; K."""
     layouts = [(tp, pp, cp) for tp, pp, cp in itertools.product((1, 2, 4), repeat=3)]
     recomputes = [{"granularity": "none"}, {"granularity": "full"}]
     for ranks, (tp, pp, cp), recompute, offloaded, server_tp in itertools.product(

@@ -1,4 +1,4 @@
-"""Trainer and servers on the same GPUs, before they start: memory of each phase, what moves, time."""
+"""Trainer and servers on the same GPUs, before they start: memory of each phase, moves, time."""
 
 from dataclasses import dataclass
 

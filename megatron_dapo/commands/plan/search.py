@@ -1,5 +1,5 @@
-"""Searches the fastest layouts and splits of a config's GPUs that fit into memory: on several nodes,
-on one, or on one GPU."""
+"""Searches the fastest layouts and splits of a config's GPUs that fit into memory: several nodes,
+one node, or one GPU."""
 
 import itertools
 import math
@@ -237,7 +237,8 @@ def _fastest_servers(
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield layouts of the trainer that fit with its critic, and their seconds from batch to push.
 
-    Each has the least recomputation that fits; where some is needed, Adam on the host is tried, too.
+    Each has the least recomputation that fits; where some is needed, Adam on the host is tried,
+    too.
     """
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
     num_gpus = world_size(config)
