@@ -38,7 +38,7 @@ setup-browser: ## Install Chromium for the tests of the report's page (Debian, U
 setup-sandbox: ## Install bubblewrap, in which the reward code_tests runs programs (Debian, Ubuntu; as root)
 	@sh requirements/sandbox.sh
 
-demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's CPU
+demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's GPUs or its CPU
 	@$(BIN)/python -m examples.arithmetic.demo $(ARGS)
 
 demo-llm: setup ## DAPO on SmolLM2-135M-Instruct: PP=2 (93 MB to download once)

@@ -6,7 +6,7 @@ Lengths and acceptance are inputs of a plan, so each run's own are given. The se
 foretold by the run's own speeds (are the parts put together rightly?), and by the unchanged demo's.
 Before that the demo's server answers batches of requests, for its time per token, per request and
 for both. The plans of this run take these figures; at its end they are printed in the form of
-`megatron_dapo/checks/hardware.py`.
+`megatron_dapo/estimates/hardware.py`.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from rich.console import Console
 
 from benchmarks import server_seconds
 from benchmarks.report import plain_table, written
-from megatron_dapo.checks.hardware import Hardware, hardware_named
 from megatron_dapo.commands.plan.measured import MeasuredRun
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, run_time
 from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.estimates.hardware import Hardware, hardware_named
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hardware = hardware_of(fit)
         rows = measured(options.runs or Path(temporary), QUICK_STEPS if options.quick else STEPS, hardware)
     Console(highlight=False, width=120).print(table(rows))
-    print(f"\na server's own work, to {fit['largest_error']:.0%}, for megatron_dapo/checks/hardware.py:")
+    print(f"\na server's own work, to {fit['largest_error']:.0%}, for megatron_dapo/estimates/hardware.py:")
     for name in ("host_token_s", "host_request_token_s", "host_request_s"):
         print(f"    {name}={getattr(hardware, name):.3g},")
     written("plan", torch.device("cpu"), rows, options.json, server={"batches": batches, "fit": fit})

@@ -1,6 +1,6 @@
 """The time of a demo's server for its requests, by their number and length.
 
-These seconds hide behind no kernel on a CPU; they are for `megatron_dapo/checks/hardware.py`.
+These seconds hide behind no kernel on a CPU; they are for `megatron_dapo/estimates/hardware.py`.
 """
 
 import asyncio

@@ -18,8 +18,6 @@ import torch
 from rich.console import Console
 
 from benchmarks.report import plain_table, written
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.commands.plan.simulation import Simulation, mean_age, random_draws
 from megatron_dapo.commands.plan.step_time import Assumptions, machines_of, phase_times, step_recipe
 from megatron_dapo.config.key_names import ROLLOUT as ROLLOUT_KEY
@@ -27,6 +25,8 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 SERVER = f"{ROLLOUT_KEY}.server"

@@ -15,10 +15,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from checkpoints_tools.command_line import exit_code, rank, signals_as_exit
-from megatron_dapo.checks.pipeline import pipeline_split
 from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.errors import JobError, MissingRanksError, UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE, signal_exit_code
+from megatron_dapo.estimates.pipeline import pipeline_split
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 if TYPE_CHECKING:

@@ -31,6 +31,8 @@ class Demo:
     """Makes the model's folder if it is missing, and returns it."""
     next_steps: tuple[tuple[str, str], ...]
     """(purpose, command), shown at the end behind those of all demos."""
+    machine: Callable[[], list[str]] = list
+    """Returns the config overrides for this machine."""
 
     def run(self, overrides: list[str]) -> int:
         """Train with the config, files and model, and `overrides` (key=value) on top. Return 0 only
@@ -38,7 +40,7 @@ class Demo:
         try:
             prepared = [f"actor_rollout_ref.model.path={self.model()}"]
             prepared += prompt_files(*self.files(cache_folder() / Path(self.config).stem))
-            config = checked_config(str(config_path(self.config)), [*prepared, *overrides])
+            config = checked_config(str(config_path(self.config)), [*prepared, *self.machine(), *overrides])
             folder = RunFolder.of(config.trainer)
             set_aside(folder.path)
             print_line(f"{self.title}\nrun folder: {folder.path}\n")

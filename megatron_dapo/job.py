@@ -11,14 +11,14 @@ from megatron_dapo.algorithms.kl import KL_CONTROLLERS
 from megatron_dapo.checkpointing.model_weights import load_weights, weight_loader
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained
-from megatron_dapo.checks.flops import forward_flops, training_flops
-from megatron_dapo.checks.hardware import peak_flops
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, drop_experts
+from megatron_dapo.estimates.flops import forward_flops, training_flops
+from megatron_dapo.estimates.hardware import peak_flops
 from megatron_dapo.placement import OwnGpus, SharedGpus, start_placement
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import is_gpu, peak_memory

@@ -13,7 +13,7 @@ SYNTHETIC = "trainer.synthetic_batch=true"
 MIN_GPU_BANDWIDTH = 150.0
 """Required bus bandwidth (GB/s) of the all-reduce over one node's GPUs, without --min-bandwidth. It
 needs NVLink: PCIe 5.0 x16, NCCL's fallback, has at most 64 GB/s per direction (PCI-SIG). It is half
-of an A100's NVLink per direction and a third of an H100's (`megatron_dapo.checks.hardware`)."""
+of an A100's NVLink per direction and a third of an H100's (`megatron_dapo.estimates.hardware`)."""
 
 _MEASURED_PROMPTS = 64
 

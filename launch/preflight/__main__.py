@@ -225,6 +225,8 @@ class Preflight:
             self._folder.clean()
         self._add("files", files := machine.files(config))
         self._add("GPUs", self._gpus())
+        if shares_gpus(config) and self._uses_gpus:
+            self._add("shared GPUs", gpus.sharing(config))
         self._add("compiler", gpus.compiler(self._uses_gpus))
         serves = self._starts_servers and arguments.role != "trainer"
         if serves and self._uses_gpus:

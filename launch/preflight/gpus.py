@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.preflight.machine import REPOSITORY, Result
+from megatron_dapo.checks.gpu_checks import machine_here, shared_gpu_faults
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
@@ -93,6 +94,16 @@ def check(config: Config, role: str, has_reward_model: bool = False) -> Result:
         return Result(f"unusable, driver {driver}", engine)
     summary = f"{there} x {name}, {count} used, driver {driver}, healthy; {engine}"
     return Result(summary, engine_fault(config, engine) if role != "server" else None)
+
+
+def sharing(config: Config) -> Result:
+    """Check the GPUs that trainer and servers of this node share, and the memory beside them."""
+    from megatron_dapo.servers.server_command import visible_gpus
+
+    here = machine_here(visible_gpus()[: config.trainer.n_procs_per_node])
+    faults = list(shared_gpu_faults(config, here))
+    summary = f"{len(here.gpus)} seen, {format_bytes(here.available, digits=0)} of memory available"
+    return Result(summary, "; ".join(fault.rstrip(".") for fault in faults) + "." if faults else None)
 
 
 def engine_fault(config: Config, engine: EngineHere) -> str | None:

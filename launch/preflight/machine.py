@@ -15,13 +15,13 @@ from pathlib import Path
 
 import psutil
 
-from megatron_dapo.checks.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.built_ins import BY_DATA_SOURCE
 from megatron_dapo.config.derived import ParallelSizes, uses_critic
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_files import read_rows
+from megatron_dapo.estimates.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.rewards.code.sandbox import find_way
 from megatron_dapo.rewards.reward_registry import function_name

@@ -1,7 +1,5 @@
 """Compares Slurm's notice before the time limit with the time that a run needs to save."""
 
-from megatron_dapo.checks.flops import TRAINING_PASSES, forward_flops
-from megatron_dapo.checks.hardware import HARDWARE
 from megatron_dapo.checks.model_checks import read_model_specs
 from megatron_dapo.common.sizes import round_up
 from megatron_dapo.config.derived import (
@@ -14,6 +12,8 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.flops import TRAINING_PASSES, forward_flops
+from megatron_dapo.estimates.hardware import HARDWARE
 
 _FLOPS = 0.3 * HARDWARE["h100"].flops  # of a GPU: 30 % of its bfloat16 peak
 _SAVE_S = 600.0  # waiting for the last checkpoint, on slow storage

@@ -1,1 +1,1 @@
-"""Checks of a run before its start: keys, the model, the machine; GPU memory and layers."""
+"""Checks of a run before its start: keys, the model, the machine."""

@@ -228,8 +228,8 @@ def _offloaded_moment(config: Config, name: str) -> Iterator[str]:
     fraction = megatron.optimizer_offload_fraction
     if fraction and getattr(megatron, name) == "bfloat16":
         yield (
-            f"{MEGATRON}.{name} is bfloat16, but optimizer_offload_fraction is {fraction:g}, and what the machine's "
-            f"memory holds is stepped in float32; leave one of them out."
+            f"{MEGATRON}.{name} is bfloat16, but optimizer_offload_fraction is {show_text(fraction)}, and what "
+            f"the machine's memory holds is stepped in float32; leave one of them out."
         )
 
 

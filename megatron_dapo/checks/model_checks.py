@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES
-from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import (
     critic_path,
@@ -16,6 +14,8 @@ from megatron_dapo.config.derived import (
 )
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT, ROUTER_REPLAY, TARGET_MODULES
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
+from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.huggingface.experts import num_experts_of
 from megatron_dapo.huggingface.family import Family
 from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules

@@ -10,7 +10,6 @@ from megatron_dapo.checks.critic_checks import CRITIC_CHECKS, own_model
 from megatron_dapo.checks.known_mistakes import Check, known_mistakes
 from megatron_dapo.checks.machine_checks import EVALUATION_CHECKS, MACHINE_CHECKS
 from megatron_dapo.checks.model_checks import MODEL_CHECKS, positions, read_model_json, read_model_specs, servers
-from megatron_dapo.checks.recompute import settled
 from megatron_dapo.checks.sft_checks import SFT_CHECKS, is_read
 from megatron_dapo.checks.unused_keys import unused_keys
 from megatron_dapo.common.errors import UserError
@@ -19,6 +18,7 @@ from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import read_config
 from megatron_dapo.config.schema.base import Refused
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.recompute import settled
 
 
 def validate(

@@ -20,7 +20,7 @@ class ParallelSizes:
     world: int
     ep: int = 1  # of the TP x CP x DP ranks of a stage, as etp
     cp: int = 1
-    pipeline_layers: tuple[int, ...] | None = None  # per chunk, if given (checks/pipeline.py)
+    pipeline_layers: tuple[int, ...] | None = None  # per chunk, if given (estimates/pipeline.py)
     etp: int = 1
 
     @property
@@ -144,6 +144,13 @@ def samples_per_rollout_step(config: Config) -> int:
     if config.sft.enable:
         return config.data.train_batch_size
     return config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+
+
+def offload_fraction(config: Config) -> float:
+    """Return the share of the optimizer's state on the host; auto counts as none until it is
+    settled (estimates/recompute.py)."""
+    fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
+    return 0.0 if fraction == "auto" else fraction
 
 
 def state_keys(megatron: MegatronConfig) -> dict[str, float | str]:

@@ -17,11 +17,11 @@ from megatron.core.transformer.transformer_block import LayerNormImpl, Transform
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_dapo.checks.hardware import lack_of_fp8
-from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.estimates.hardware import lack_of_fp8
+from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import expert_modules
@@ -271,7 +271,7 @@ def _windows(spec: ModelSpec) -> dict:
 
 
 def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
-    assert megatron.recompute_granularity != "auto", "checks/recompute.py says what it stands for"
+    assert megatron.recompute_granularity != "auto", "estimates/recompute.py says what it stands for"
     if megatron.recompute_granularity == "full":
         return dict(
             recompute_granularity="full",

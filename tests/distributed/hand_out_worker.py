@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor

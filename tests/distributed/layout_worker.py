@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.algorithms.kl import FixedKLController
-from megatron_dapo.checks.memory import States, model_states
 from megatron_dapo.config.derived import (
     needs_reference,
     replays_servers_experts,
@@ -34,6 +33,7 @@ from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group
 from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.estimates.memory import States, model_states
 from megatron_dapo.huggingface.lora_settings import actor_is_reference
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.peft_folder import adapter_source

@@ -19,6 +19,7 @@ HEADS = {
     "dapo_qwen3_235b_a22b.sh": "gpu",
     "dapo_qwen3_30b_a3b.sh": "gpu",
     "demo.sh": "cpu",
+    "one_node.sh": "gpu",
 }  # script -> the tests' partition that has its nodes
 LOCAL_SLURM = "tests/slurm/local_slurm.sh"
 
@@ -63,7 +64,8 @@ def test_the_script_of_the_acceptance_run_hands_its_words_on():
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes"), [("dapo_32b", 16), ("dapo_7b", 2), ("dapo_qwen3_235b_a22b", 32), ("dapo_qwen3_30b_a3b", 6)]
+    ("name", "nodes"),
+    [("dapo_32b", 16), ("dapo_7b", 2), ("dapo_qwen3_235b_a22b", 32), ("dapo_qwen3_30b_a3b", 6), ("one_node", 1)],
 )
 def test_a_dry_run_shows_nodes_processes_and_memory_and_then_the_missing_files(name, nodes):
     done = run("bash", f"slurm/{name}.sh", DRY_RUN="1")

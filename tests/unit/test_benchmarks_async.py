@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.memory import server_memory
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.commands.plan.simulation import (
     Machines,
@@ -30,6 +27,9 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rollout.step_metrics import step_metrics

@@ -7,8 +7,8 @@ import pytest
 from benchmarks.bench_hand_over import seconds
 from benchmarks.bench_rewards import Served, cases
 from benchmarks.hand_over_case import NUM_PROMPT_TOKENS
-from megatron_dapo.checks.hardware import hardware_named
 from megatron_dapo.commands.plan.step_time import HAND_OVER_S
+from megatron_dapo.estimates.hardware import hardware_named
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

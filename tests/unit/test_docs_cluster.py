@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from launch.slurm import outcome
-from megatron_dapo.checks.memory import server_memory, trainer_memory
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.memory import trainer_memory
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.model_json import MODEL_JSON
 

@@ -7,8 +7,6 @@ import pytest
 
 from launch.slurm.__main__ import main as slurm_main
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.memory import server_memory, trainer_memory
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.commands.plan import step_time
 from megatron_dapo.commands.plan.fitting import (
@@ -24,6 +22,9 @@ from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.estimates.memory import trainer_memory
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit

@@ -18,6 +18,7 @@ FLOORS = (
     ("config", "algorithms"),
     ("storage",),
     ("huggingface",),
+    ("estimates",),
     ("data", "kernels", "platform", "checks"),
     ("models", "servers", "rewards"),
     ("envs", "queue"),

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from megatron_dapo.checks.memory import num_parameters, num_trained_parameters, trainer_memory
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.memory import num_parameters, num_trained_parameters, trainer_memory
+from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_tensors import linear_modules
 from megatron_dapo.huggingface.spec_reader import model_spec

@@ -11,8 +11,12 @@ import torch
 
 from benchmarks.memory import peak_bytes
 from megatron_dapo.algorithms.sequence_loss import LossSequence
-from megatron_dapo.checks.flops import attention_flops
-from megatron_dapo.checks.memory import (
+from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
+from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.flops import attention_flops
+from megatron_dapo.estimates.memory import (
     GB,
     activation_bytes,
     head_bytes,
@@ -21,16 +25,12 @@ from megatron_dapo.checks.memory import (
     num_parameters,
     num_trained_parameters,
     routed_experts_on_host,
-    server_memory,
     trainer_memory,
     usable_memory,
     weight_sync_bytes,
 )
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES
-from megatron_dapo.commands.plan.process_plan import memory_lines, process_plan
-from megatron_dapo.commands.plan.shortage import shortage
-from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
-from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.lora_settings import lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import attention_weights, hf_tensors, linear_modules
@@ -343,8 +343,8 @@ def test_what_is_not_counted_is_kept_free_of_a_card(overrides, gigabytes):
     """The CUDA context, NCCL's buffers and workspaces;
     a layout that fills the rest is refused one byte later."""
     config = load_config(None, overrides)
-    assert usable_memory(config) == (80 - gigabytes) * GB
     spec = model_spec(QWEN2_5_7B)
+    assert usable_memory(config, spec) == (80 - gigabytes) * GB
     needed = trainer_memory(config, spec).total / GB + gigabytes
     (enough, little) = (load_config(None, [*overrides, f"trainer.gpu_memory_gb={needed + by}"]) for by in (1e-6, -1e-6))
     assert not any("A trainer GPU" in sentence for sentence in shortage(enough, spec))

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dapo.checks.memory import kept_per_token
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
+from megatron_dapo.estimates.memory import kept_per_token
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model, layers_with_experts
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights

@@ -11,10 +11,10 @@ import torch
 from megatron_dapo.checkpointing.torch_dist.loading import load
 from megatron_dapo.checkpointing.torch_dist.optimizer_state import HybridDeviceOptimizer, Slot, slots
 from megatron_dapo.checkpointing.torch_dist.saving import save
-from megatron_dapo.checks.memory import host_memory, model_states
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import host_memory, model_states
 from megatron_dapo.training import optimizer
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.parked import Parked

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_dapo.checks.flops import attention_flops, forward_flops, training_flops
-from megatron_dapo.checks.hardware import peak_flops
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.estimates.flops import attention_flops, forward_flops, training_flops
+from megatron_dapo.estimates.hardware import peak_flops
 from megatron_dapo.huggingface.lora_settings import LINEAR_MODULES, LoraSettings
 from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
 from megatron_dapo.huggingface.windows import Windows

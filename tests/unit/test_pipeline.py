@@ -8,11 +8,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.memory import activation_bytes, model_states, num_parameters
-from megatron_dapo.checks.model_shapes import model_json_named
-from megatron_dapo.checks.pipeline import PipelineSplit, pipeline_split, split_of
-from megatron_dapo.checks.recompute import recomputed_share
 from megatron_dapo.commands.plan.process_plan import memory_lines
 from megatron_dapo.commands.plan.training_time import (
     Efficiency,
@@ -24,6 +19,11 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.memory import activation_bytes, model_states, num_parameters
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split, split_of
+from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.build import megatron_layout
 from tests.unit.test_plan_time import HALF, SLOW, SMALL, THREE_TOKENS

@@ -9,12 +9,12 @@ import pytest
 from launch.slurm.__main__ import main as slurm_main
 from launch.slurm.plan import Allocation
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.commands.plan import cost, step_time
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds, usual_run
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.estimates.model_shapes import model_json_named
 from tests.helpers import REPOSITORY
 from tests.tiny_models import CHAT_TEMPLATE, make_tokenizer
 
@@ -181,7 +181,7 @@ def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeyp
     assert plan["max_restarts"] == 20
 
 
-@pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b", "dapo_qwen3_30b_a3b", "dapo_qwen3_235b_a22b"])
+@pytest.mark.parametrize("name", ["dapo_32b", "dapo_7b", "dapo_qwen3_30b_a3b", "dapo_qwen3_235b_a22b", "one_node"])
 def test_a_script_tells_the_dry_run_the_time_limit_that_it_asks_of_slurm(name):
     text = (REPOSITORY / "slurm" / f"{name}.sh").read_text()
     assert re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)[1] == re.search(r"TIME_LIMIT:-([\d:]+)}", text)[1]
@@ -205,5 +205,5 @@ def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, smal
     parts = ("hand-over of the batch", "old log-probs", next(name for name in seconds if name.startswith("update")))
     assert seconds["step"] == pytest.approx(sum(seconds[name] for name in parts), rel=0.01)
     assert main(["plan", "--config", path, "--search", "trainer.synthetic_batch=true"]) == 2
-    assert "--search divides nodes between trainer and servers, but the run uses no servers" in capsys.readouterr().err
+    assert "--search divides GPUs between trainer and servers, but the run uses no servers" in capsys.readouterr().err
     assert main(["plan", "--config", path, "trainer.replay=/batches"]) == 2

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.model_shapes import model_json_named
 from megatron_dapo.commands.plan import step_time
 from megatron_dapo.commands.plan.measured import FIRST_STEPS, MeasuredRun
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, phase_times
@@ -18,6 +16,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config, to_yaml
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit

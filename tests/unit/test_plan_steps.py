@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.model_shapes import model_json_named
-from megatron_dapo.checks.recompute import least_that_fits
 from megatron_dapo.commands.plan import search, step_time
 from megatron_dapo.commands.plan.search import ConfigSource, candidates, changed_overrides
 from megatron_dapo.commands.plan.server_time import ServerSpeed
@@ -23,6 +20,9 @@ from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import least_that_fits
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit
@@ -133,6 +133,7 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
             step_time.step_recipe(candidate.config, candidate.max_staleness),
             assumptions().responses,
             assumptions().acceptance,
+            source.simulate,
         ).step
         for candidate in candidates(source, config, assumptions(), (0, 1, 2))
     ]
@@ -156,8 +157,8 @@ def test_the_search_tries_context_parallel_sizes_that_a_run_would_accept(small_s
     assert {cp for _, _, cp in sizes} == {1, 2, 4, 8}
     # 4 KV heads let TP be 4 at most: on 16 GPUs without PP the rest is CP or DP
     keys = layouts[sizes.index([4, 1, 4])]
-    assert source.accepts(config, keys)
-    assert not source.accepts(config, keys | {"actor_rollout_ref.model.use_remove_padding": False})
+    assert source.accepts(keys)
+    assert not source.accepts(keys | {"actor_rollout_ref.model.use_remove_padding": False})
 
 
 def test_the_search_takes_the_least_recomputation_that_fits(small_search):
@@ -238,7 +239,20 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys):
             ["--config", recipe("dapo_7b"), "--hardware", "a100", "actor_rollout_ref.actor.megatron.fp8=hybrid"],
             "fp8 is hybrid with fp8_recipe tensorwise, which needs compute capability 8.9, but a100 has 8.0",
         ),
-        (["--config", recipe("demo"), "--search"], "--search divides nodes"),
+        (
+            [
+                "--config",
+                recipe("dapo_7b"),
+                "--search",
+                "actor_rollout_ref.rollout.server.nnodes=0",
+                "trainer.nnodes=2",
+            ],
+            "server.nnodes is 0; set it",
+        ),
+        (
+            ["--config", recipe("dapo_7b"), "--search", "actor_rollout_ref.rollout.server_urls=[http://a:1]"],
+            "names running servers",
+        ),
     ],
 )
 def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, words, capsys, monkeypatch):

@@ -7,10 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.checks.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
-from megatron_dapo.checks.memory import num_parameters
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES, model_json_named
-from megatron_dapo.checks.recompute import recomputed_share
 from megatron_dapo.commands.plan.server_time import (
     ServerSpeed,
     active_parameters,
@@ -32,6 +28,10 @@ from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
+from megatron_dapo.estimates.memory import num_parameters
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.lora_settings import LINEAR_MODULES, LoraSettings
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.huggingface.windows import Windows
@@ -409,7 +409,7 @@ def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
     assert speed.token_s_per_request == pytest.approx(96 / 1e4 + 2896 / 1e4)
     assert speed.tokens_per_s == pytest.approx(10 / (0.3418 + 10 * 0.2992))
     assert speed.scaled_to(100.0).tokens_per_s == pytest.approx(100.0)
-    assert push_s(SMALL, 1, SLOW, HALF) == pytest.approx(3408 / 1e2 + 0.005)
+    assert push_s(SMALL, 1, SLOW.network_bandwidth * HALF.link) == pytest.approx(3408 / 1e2 + 0.005)
 
 
 def test_a_servers_work_for_each_request_makes_more_of_them_slower():

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.checks.memory import server_memory, trainer_memory
-from megatron_dapo.checks.model_shapes import model_json_named
-from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.checks.run_checks import load_for_evaluation, validate
 from megatron_dapo.commands.plan.process_plan import process_plan
+from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, random_draws
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import (
@@ -23,7 +21,9 @@ from megatron_dapo.config.derived import (
     parallel_sizes,
     samples_per_rollout_step,
     servers_per_node,
+    shares_gpus,
     uses_critic,
+    world_size,
 )
 from megatron_dapo.config.keys import value_of
 from megatron_dapo.config.loader import EXTENDS, load_config, to_yaml
@@ -32,6 +32,11 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.estimates.memory import trainer_memory
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.recompute import settled
+from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rollout.build_rollout import load_prompts
@@ -45,6 +50,7 @@ RECIPES = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 MODELS = {  # the sizes in the published config.json of each model
     "models/Qwen2.5-32B": QWEN2_5_32B,
     "models/Qwen2.5-7B": QWEN2_5_7B,
+    "models/Qwen2.5-1.5B": model_json_named("qwen2.5-1.5b"),
     "models/Qwen3-30B-A3B": model_json_named("qwen3-30b-a3b"),
     "models/Qwen3-235B-A22B": model_json_named("qwen3-235b-a22b"),
     "models/Qwen2.5-3B-Instruct": {
@@ -282,8 +288,50 @@ def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit
 
 @pytest.mark.parametrize("name", RECIPES_OF_GPUS)
 def test_a_recipe_for_gpus_loses_few_steps_with_its_nodes(name):
-    most = 4 if recipe(name).actor_rollout_ref.rollout.max_staleness else 2  # small ones
+    config = recipe(name)
+    most = 4 if config.actor_rollout_ref.rollout.max_staleness else 2  # small ones
+    most = 100 if config.sft.enable else most  # seconds each
     assert 1 <= recipe(name).trainer.save_interval <= most and recipe(name).trainer.keep_last
+
+
+ONE_NODE = {  # GPUs that train and, if others sample, those
+    "one_gpu_1.5b.yaml": (1, 0),
+    "one_node_7b.yaml": (8, 0),
+    "one_node_7b_async.yaml": (4, 4),
+    "one_node_qwen3_30b_a3b.yaml": (8, 0),
+    "one_node_qwen3_30b_a3b_full.yaml": (8, 0),
+}
+
+
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_the_recipes_of_one_node_use_all_its_gpus_and_fit(name):
+    config, (trainers, others) = recipe(name), ONE_NODE[name]
+    spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
+    server = config.actor_rollout_ref.rollout.server
+    sampling = server.num_servers * server.tensor_model_parallel_size
+    assert world_size(config) == trainers and sampling == (others or trainers)
+    assert shares_gpus(config) == (not others)
+    assert shortage(settled(config, spec), spec) == []
+    assert dapo_techniques(config) == ALL_FOUR_ON
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.actor.max_tokens_per_microbatch >= longest
+    assert int(server.extra_args[1]) > longest
+
+
+def test_the_asynchronous_recipe_of_one_node_differs_by_split_and_age_alone():
+    in_turns, beside = (values(recipe(name).model_dump()) for name in ("one_node_7b.yaml", "one_node_7b_async.yaml"))
+    other = {key for key, value in in_turns.items() if beside[key] != value}
+    layout = re.compile(
+        r"actor_rollout_ref\.(hybrid_engine|actor\.megatron\.\w+_size|rollout\.(max_\w+|server\.\w+))|trainer\.\w+"
+    )
+    assert all(layout.fullmatch(key) for key in other), other
+
+
+def test_the_two_recipes_of_a_mixture_on_one_node_differ_by_what_is_trained():
+    adapters, whole = (values(recipe(f"one_node_qwen3_30b_a3b{end}.yaml").model_dump()) for end in ("", "_full"))
+    other = {key for key, value in adapters.items() if whole[key] != value}
+    assert {"actor_rollout_ref.model.lora_rank", "actor_rollout_ref.actor.optim.lr"} <= other
+    assert not any(key.startswith(("data.", "algorithm.")) for key in other)
 
 
 @pytest.mark.parametrize("name", [*NODES, "grpo_baseline.yaml"])

@@ -6,15 +6,15 @@ import json
 import pytest
 
 from megatron_dapo.__main__ import main
-from megatron_dapo.checks.memory import trainer_memory
-from megatron_dapo.checks.model_shapes import model_json_named
-from megatron_dapo.checks.recompute import in_words, recomputed_share, settled
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.estimates.memory import trainer_memory
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import in_words, recomputed_share, settled
 from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.tiny_models import make_tiny
 

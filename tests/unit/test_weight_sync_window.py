@@ -67,7 +67,7 @@ def test_buckets_begin_and_end_in_order_two_at_a_time_and_a_buffer_is_filled_whe
     most = 0
     for what, index in recorder.events:
         if what == "gather":
-            assert len(in_flight) == min(2, index), "what checks.memory counts"
+            assert len(in_flight) == min(2, index), "what estimates.memory counts"
         elif what == "pack":
             users = {other for other in in_flight if other % BUCKETS_IN_FLIGHT == index % BUCKETS_IN_FLIGHT}
             assert not users, "its buffer is still being sent"

@@ -6,10 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checks.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
 from megatron_dapo.checks.model_checks import published_name, read_model_json, shape_of
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES, model_json_named
-from megatron_dapo.checks.recompute import settled
 from megatron_dapo.checks.run_checks import load_and_validate, validate
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds
 from megatron_dapo.commands.plan.measured import MeasuredRun
@@ -22,12 +19,15 @@ from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import replaces_groups
+from megatron_dapo.config.derived import replaces_groups, shares_gpus
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.estimates.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES, model_json_named
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 
@@ -44,9 +44,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--staleness", metavar="K,...", type=_staleness, help="max_staleness to compare; 0,1,2 and the config's own"
     )
-    parser.add_argument(
-        "--search", action="store_true", help="also the ten fastest layouts and splits of as many nodes"
-    )
+    parser.add_argument("--search", action="store_true", help="also the ten fastest layouts and splits of as many GPUs")
     parser.add_argument("--time-limit", metavar="TIME", default="24:00:00", help="of a job, as for sbatch; 24:00:00")
     parser.add_argument(
         "--notice", metavar="S", type=_positive, default=JobLimit().notice_s, help="seconds before it; 7200"
@@ -111,7 +109,7 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     assumed = _assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})
-    run = run_time(config, spec, assumed, staleness, critic)
+    run = run_time(config, spec, assumed, [0] if shares_gpus(config) else staleness, critic)
     print_line(time_plan(config, name, assumed, run, limit))
     if arguments.search:
         source = ConfigSource(Path(arguments.config), tuple(overrides), model_json, critic)

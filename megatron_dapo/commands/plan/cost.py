@@ -5,11 +5,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_dapo.checks.hardware import HARDWARE
 from megatron_dapo.checks.model_checks import read_model_specs
 from megatron_dapo.commands.plan.step_time import Assumptions, RunTime, StepTime, run_time
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -105,7 +106,7 @@ def cost_lines(config: Config, step: StepTime, num_gpus: int, limit: JobLimit, h
     )
     yield _jobs_line(seconds, limit)
     trainer, servers = step.trainer_idle, step.servers_idle
-    if max(trainer, servers) < MOSTLY or seconds < HOUR:
+    if max(trainer, servers) < MOSTLY or seconds < HOUR or shares_gpus(config):
         return
     if trainer >= servers:
         yield f"THE TRAINER WAITS {trainer:.0%} of the time for samples: move nodes to servers, or raise max_staleness;"

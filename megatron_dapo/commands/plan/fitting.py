@@ -5,13 +5,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megatron_dapo.checks.memory import SERVER_SHARE, server_memory, trainer_memory, usable_memory
-from megatron_dapo.checks.recompute import ALL_LAYERS
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import critic_batching, parallel_sizes, uses_critic
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import trainer_memory, usable_memory
+from megatron_dapo.estimates.recompute import ALL_LAYERS
+from megatron_dapo.estimates.server_memory import server_memory, server_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
@@ -19,16 +20,17 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_NODES = 256
 
 
-def _server_sizes(config: Config, spec: ModelSpec) -> list[int]:
+def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
     """Return the tensor-parallel sizes within a node for SGLang's cut of this model."""
     gpus = config.trainer.n_procs_per_node
-    kv_heads = spec.num_kv_heads
-    return [
-        tp
-        for tp in range(1, gpus + 1)
-        if not (gpus % tp or spec.num_heads % tp or (spec.moe and spec.ffn_size % tp))
-        and not (kv_heads % tp and tp % kv_heads)
-    ]
+    return [tp for tp in range(1, gpus + 1) if gpus % tp == 0 and cuts_server(spec, tp)]
+
+
+def cuts_server(spec: ModelSpec, tp: int) -> bool:
+    """Return whether SGLang cuts this model for so many GPUs."""
+    if spec.num_heads % tp or (spec.moe and spec.ffn_size % tp):
+        return False
+    return not (spec.num_kv_heads % tp and tp % spec.num_kv_heads)
 
 
 def smallest_server(config: Config, spec: ModelSpec) -> int | None:
@@ -37,7 +39,7 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
     longest = config.data.max_prompt_length + config.data.max_response_length
     fitting = (
         tp
-        for tp in _server_sizes(config, spec)
+        for tp in server_sizes(config, spec)
         if server_memory(with_keys(config, {SERVER_TP: tp}), spec).num_tokens >= longest
     )
     return next(fitting, None)
@@ -46,10 +48,10 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
 def least_server_memory(config: Config, spec: ModelSpec) -> float:
     """Return the bytes that each GPU of a node has to have for the largest server within it to hold
     a sample."""
-    largest = with_keys(config, {SERVER_TP: _server_sizes(config, spec)[-1]})
+    largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    share = config.actor_rollout_ref.rollout.server.mem_fraction_static or SERVER_SHARE
+    share = server_share(largest, spec)
     return (server.weights + longest * server.kv_per_token) / share
 
 
@@ -73,7 +75,7 @@ def smallest_trainer(
         fitting = []
         for keys in _layouts(config, actor, critic, number):
             changed = with_keys(config, keys)
-            if (total := trainer_memory(changed, actor, critic).total) <= usable_memory(changed):
+            if (total := trainer_memory(changed, actor, critic).total) <= usable_memory(changed, actor):
                 sizes = parallel_sizes(changed)
                 spans_nodes = sizes.ep * sizes.etp > config.trainer.n_procs_per_node
                 fitting.append(((spans_nodes, sizes.tp * sizes.pp, total), keys))
@@ -93,11 +95,10 @@ def _layouts(config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: 
         for tp in range(1, per_node + 1)
         if per_node % tp == 0 and all(_cuts(s, tp) for s in (actor, critic or actor))
     ]
-    mini_batches = _mini_batches(config)
     for tp, pp, ep in itertools.product(tensor, _STAGES, experts):
         if world % (tp * pp * sizes.cp) or world // pp % (ep * sizes.etp) or pp > actor.num_layers:
             continue
-        if any(samples % (world // (tp * pp * sizes.cp)) for samples in mini_batches):
+        if any(samples % (world // (tp * pp * sizes.cp)) for samples in mini_batches(config)):
             continue
         yield {
             "trainer.nnodes": nodes,
@@ -112,7 +113,7 @@ def _layouts(config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: 
         }
 
 
-def _mini_batches(config: Config) -> list[int]:
+def mini_batches(config: Config) -> list[int]:
     """Return the samples of an optimizer step, of the actor and of a critic: data-parallel ranks
     share them evenly."""
     if config.sft.enable:

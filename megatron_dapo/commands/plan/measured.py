@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.checks.hardware import Hardware
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, PhaseTimes, num_servers, phase_times
 from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.common.errors import UserError
@@ -18,6 +17,7 @@ from megatron_dapo.config.derived import replaces_groups
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import SPREAD, Lengths
+from megatron_dapo.estimates.hardware import Hardware
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.metrics_file import records_of

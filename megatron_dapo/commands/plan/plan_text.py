@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from megatron_dapo.commands.plan.cost import DAY, JobLimit, cost_lines, in_hours, run_seconds
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, RunTime
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import parallel_sizes, uses_servers
+from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_servers
 from megatron_dapo.config.schema.config import Config
 
 LABEL_WIDTH = 14
 COLUMN = 12
 MAX_STALENESS = "max_staleness K"
 SAMPLING, TAIL = "sampling, as long as the trainer waits", "  with slots free (the tail)"
+MOVING = "memory moved, both ways"
 WEIGHT_SYNC, OLDEST = "weight sync", "oldest token, in optimizer steps"
 TRAINER_IDLE, SERVERS_IDLE = "trainer idle", "servers idle"
 OF_SERVERS = {MAX_STALENESS, SAMPLING, TAIL, WEIGHT_SYNC, OLDEST, TRAINER_IDLE, SERVERS_IDLE}
@@ -42,12 +43,12 @@ def _layout(config: Config, model: str, assumed: Assumptions, run: RunTime) -> I
     context = f"CP {sizes.cp}, " if sizes.cp > 1 else ""
     parts = run.parts
     yield f"{model} on {run.num_gpus} {assumed.hardware.name.upper()}"
+    servers = f"{parts.num_servers} server{'' if parts.num_servers == 1 else 's'} x TP {parts.server_tp}"
     trainers = f"{sizes.world} train (TP {sizes.tp}, PP {sizes.pp}, {context}DP {sizes.dp})"
-    if uses_servers(config):
-        yield (
-            f"{trainers}, {run.num_gpus - sizes.world} sample "
-            f"({parts.num_servers} server{'' if parts.num_servers == 1 else 's'} x TP {parts.server_tp})"
-        )
+    if shares_gpus(config):
+        yield f"{trainers} and sample in turns ({servers})"
+    elif uses_servers(config):
+        yield f"{trainers}, {run.num_gpus - sizes.world} sample ({servers})"
     else:
         yield f"{trainers} on synthetic batches, without servers"
 
@@ -95,6 +96,7 @@ def _table(config: Config, run: RunTime, limit: JobLimit) -> list[str]:
         ("  pipeline bubble", _seconds([training.bubble] * same)),
         ("  gradients over DP, Adam, weights", _seconds([training.optimizer] * same)),
         (WEIGHT_SYNC, _seconds([step.push for step in steps])),
+        (MOVING, _seconds([parts.moving] * same)),
         ("step", _seconds([step.step for step in steps])),
         ("", [""] * same),
         ("trained tokens/s per GPU", [f"{value:.0f}" for value in run.tokens_per_s]),
@@ -110,7 +112,12 @@ def _table(config: Config, run: RunTime, limit: JobLimit) -> list[str]:
     ]
     unused = {
         name
-        for name, value in (("old log-probs", parts.score), ("reference", parts.reference), ("critic", parts.critic))
+        for name, value in (
+            ("old log-probs", parts.score),
+            ("reference", parts.reference),
+            ("critic", parts.critic),
+            (MOVING, parts.moving),
+        )
         if not value
     }
     if not uses_servers(config):

@@ -2,17 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_dapo.checks.memory import (
-    host_memory,
-    kept_free,
-    routed_experts_on_host,
-    server_memory,
-    trainer_memory,
-    usable_memory,
-)
 from megatron_dapo.checks.model_checks import published_name, read_model_specs
-from megatron_dapo.checks.pipeline import split_of
-from megatron_dapo.checks.recompute import in_words
 from megatron_dapo.common.sizes import GB, ceil_div, format_gb
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
@@ -24,10 +14,12 @@ from megatron_dapo.config.derived import (
     needs_old_log_probs,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
+    offload_fraction,
     parallel_sizes,
     replays_servers_experts,
     samples_per_rollout_step,
     servers_per_node,
+    shares_gpus,
     starts_servers,
     uses_critic,
     uses_full_kl,
@@ -38,6 +30,18 @@ from megatron_dapo.config.derived import (
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import RewardConfig
+from megatron_dapo.estimates.memory import host_memory, kept_free, routed_experts_on_host, trainer_memory, usable_memory
+from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.recompute import in_words
+from megatron_dapo.estimates.server_memory import (
+    COPY_RATE,
+    kept_while_sampling,
+    moved_bytes,
+    moving_s,
+    push_memory,
+    server_memory,
+    server_share,
+)
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import FILTER_METRICS
@@ -246,7 +250,9 @@ def _staleness(config: Config) -> Iterator[str]:
     else:
         yield "max_staleness 0: a step is trained on its own weights' responses; trainer and servers take turns"
     server = rollout.server
-    if server.nnodes:
+    if shares_gpus(config):
+        yield f"on the same {_count(parallel_sizes(config).world, 'GPU')}: one sleeps while the other works"
+    elif server.nnodes:
         num_train = parallel_sizes(config).world
         num_sample = server.num_servers * server.tensor_model_parallel_size
         share = num_train / (num_train + num_sample)
@@ -323,11 +329,11 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     actor and, if its size differs, of the critic."""
     parts = trainer_memory(config, *specs)
     sizes = ", ".join(f"{name} {format_gb(size)}" for name, size in parts.by_name.items())
-    fits = parts.total <= usable_memory(config)
+    fits = parts.total <= usable_memory(config, specs[0])
     whole = f"{format_gb(parts.total)} of {config.trainer.gpu_memory_gb:g} GB per GPU"
-    whole += f", {kept_free(config) / GB:g} kept free{'' if fits else ', DO NOT FIT'}"
+    whole += f", {kept_free(config, specs[0]) / GB:g} kept free{'' if fits else ', DO NOT FIT'}"
     yield f"trainer: {whole}: {sizes}"
-    if fraction := config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction:
+    if fraction := offload_fraction(config):
         on_host = format_gb(host_memory(config, *specs))
         yield f"{on_host} GB of each node's memory: {fraction:.0%} of the optimizer's state, with its gradients"
     if of_step := routed_experts_on_host(config, specs[0]):
@@ -340,18 +346,48 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     # a Slurm job names the servers that it starts in a file
     are_a_jobs = bool(rollout.server_urls_file and rollout.server.nnodes and uses_servers(config))
     if starts_servers(config) or are_a_jobs:
-        server = server_memory(config, specs[0])
+        server = server_memory(config, *specs)
         longest = config.data.max_prompt_length + config.data.max_response_length
         yield (
             f"server: weights {format_gb(server.weights)} GB per GPU, KV cache {format_gb(server.kv_cache)} for "
             f"{_count(server.num_tokens, 'token')}, {_count(server.num_tokens // longest, 'sample')} of full length"
         )
+    if shares_gpus(config):
+        yield from _in_turns(config, *specs)
+
+
+def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Iterator[str]:
+    """Yield lines about shared GPUs: who holds what while servers sample and during a push, and
+    what is moved in between."""
+    kept = kept_while_sampling(config, actor, critic)
+    share = server_share(config, actor, critic)
+    size = config.trainer.gpu_memory_gb
+    yield (
+        f"sampling: {format_gb(share * size * GB + kept)} of {size:g} GB per GPU: the server's weights and cache "
+        f"{share * size:.1f} (mem_fraction_static {share:g}), kept by the trainer {format_gb(kept)}"
+    )
+    pushing = format_gb(push_memory(config, actor, critic))
+    yield f"push by handles: {pushing} GB per GPU, with the weights of both sides and buckets"
+    moved = moved_bytes(config, actor, critic)
+    seconds = moving_s(config, moved)
+    together = "" if config.trainer.n_procs_per_node == 1 else ", all GPUs of a node at once"
+    pinned = format_gb(moved * config.trainer.n_procs_per_node)
+    yield (
+        f"moved each way: {format_gb(moved)} GB per GPU, {seconds:.2g} s at {COPY_RATE / GB:g} GB/s{together}; "
+        f"{pinned} GB of each node's memory are pinned for it"
+    )
 
 
 def _weight_sync(config: Config) -> str:
     sync = config.weight_sync
-    groups = _count(
-        parallel_sizes(config).pp, "process group (one per pipeline stage)", "process groups (one per pipeline stage)"
+    groups = (
+        "handles of memory on the same GPU"
+        if shares_gpus(config)
+        else _count(
+            parallel_sizes(config).pp,
+            "process group (one per pipeline stage)",
+            "process groups (one per pipeline stage)",
+        )
     )
     verify = f", {sync.verify_num_tensors} tensors compared after each push" if sync.verify else ""
     return f"{groups}, buckets of {sync.bucket_size_mb} MB, deadline {sync.timeout_s:g} s{verify}"

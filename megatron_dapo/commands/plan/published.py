@@ -9,14 +9,14 @@ compares the arithmetic.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.model_shapes import MODEL_SHAPES
 from megatron_dapo.commands.plan.server_time import push_s, server_speed
 from megatron_dapo.commands.plan.simulation import Recipe
 from megatron_dapo.commands.plan.step_time import MEASURED_STEPS, PhaseTimes, step_time
 from megatron_dapo.commands.plan.training_time import Efficiency, TrainerLayout, TrainingWork, training_time
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 NEMO_05 = "docs.nvidia.com/nemo/rl/0.5.0/about/performance-summary.html"
@@ -189,7 +189,7 @@ def _phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
         reference=training.score * (run.num_scores - 1),
         critic=0.0,
         hand_over=0.0,
-        push=push_s(spec, BUCKET_MB, hardware, efficiency),
+        push=push_s(spec, BUCKET_MB, hardware.network_bandwidth * efficiency.link),
         prefill_s=0.0,  # they keep their caches, or have no request in flight, when weights come
     )
     return parts, responses

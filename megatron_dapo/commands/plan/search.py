@@ -1,37 +1,59 @@
-"""Searches the fastest layouts and splits of a config's nodes that fit into memory."""
+"""Searches the fastest layouts and splits of a config's GPUs that fit into memory: several nodes,
+one node, or one GPU."""
 
 import itertools
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from megatron_dapo.checks.memory import server_memory, trainer_memory
-from megatron_dapo.checks.recompute import least_that_fits
 from megatron_dapo.checks.run_checks import load_and_validate
+from megatron_dapo.commands.plan.fitting import cuts_server, mini_batches
+from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD
 from megatron_dapo.commands.plan.step_time import (
     Assumptions,
     PhaseTimes,
+    Simulate,
     StepTime,
     phase_times,
     server_of,
+    simulated,
+    slots_in_cache,
     step_recipe,
     step_time,
 )
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import uses_servers
-from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
+from megatron_dapo.common.sizes import GB, ceil_div
+from megatron_dapo.config.derived import (
+    gen_batch_size,
+    parallel_sizes,
+    shares_gpus,
+    starts_servers,
+    uses_critic,
+    uses_servers,
+    world_size,
+)
+from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import trainer_memory
+from megatron_dapo.estimates.recompute import NOTHING, least_that_fits
+from megatron_dapo.estimates.server_memory import push_memory, server_memory
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 NUM_SHOWN = 10
+NUM_OTHERS = 2  # of those that train adapters in place of weights, or the reverse
 SIZES = (1, 2, 4, 8)
-LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same nodes is of no use
+LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same GPUs is of no use
+SERVERS_PER_SPLIT = 2  # those with most tokens per second; fewer, larger ones end a step's tail earlier
 SERVER = f"{ROLLOUT}.server"
+SHARED = "actor_rollout_ref.hybrid_engine"
+CONCURRENCY = f"{ROLLOUT}.max_concurrency"
 
 
 @dataclass(frozen=True)
@@ -57,18 +79,29 @@ class ConfigSource:
     critic: ModelSpec | None = None
     """Its spec, if its size differs from the actor's."""
 
-    @property
+    @cached_property
     def actor(self) -> ModelSpec:
         """Return the actor's spec."""
         return model_spec(self.model_json)
 
-    def accepts(self, config: Config, keys: Mapping[str, Any]) -> bool:
+    @cached_property
+    def simulate(self) -> Simulate:
+        """Return a simulation of half of the plan's requests. It does not repeat itself: with K = 0
+        all layouts wait alike."""
+        return cache(partial(simulated, part_of_requests=0.5))
+
+    @cached_property
+    def as_read(self) -> Config:
+        """Return its config as the user wrote it: `auto` is not settled."""
+        return load_config(self.path, self.overrides)
+
+    def accepts(self, keys: Mapping[str, Any]) -> bool:
         """Return whether a run would accept these values: sizes that divide each other, rules of
         the keys."""
         try:
             load_and_validate(
                 self.path,
-                [*self.overrides, *changed_overrides(config, keys)],
+                [*self.overrides, *changed_overrides(self.as_read, keys)],
                 check_files=False,
                 model_json=self.model_json,
             )
@@ -78,44 +111,84 @@ class ConfigSource:
 
 
 def search(
-    source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]
+    source: ConfigSource,
+    config: Config,
+    assumed: Assumptions,
+    staleness: Sequence[int],
+    kind: Mapping[str, Any] | None = None,
+    number: int | None = None,
 ) -> list[tuple[Candidate, StepTime]]:
-    """Return the fastest candidates that a run would accept, the fastest first; at most NUM_SHOWN.
+    """Return the fastest candidates that a run would accept, the fastest first; at most `number`.
 
     Exact among the candidates: they are simulated in the order of a lower bound of their step. The
-    search goes on until none of the rest can be faster than the last one shown.
+    search goes on until none of the rest can be faster than the last one shown. kind: keys of all
+    candidates. number: None: NUM_SHOWN.
     """
-    ordered = sorted(candidates(source, config, assumed, staleness), key=lambda candidate: candidate.bound_s)
+    number = number or NUM_SHOWN
+    ordered = sorted(candidates(source, config, assumed, staleness, kind), key=lambda candidate: candidate.bound_s)
     best: list[tuple[Candidate, StepTime]] = []
     for candidate in ordered:
-        if len(best) == NUM_SHOWN and candidate.bound_s >= best[-1][1].step:
+        if len(best) == number and candidate.bound_s >= best[-1][1].step:
             break
         recipe = step_recipe(candidate.config, candidate.max_staleness)
-        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance)
-        best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:NUM_SHOWN]
+        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
+        best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:number]
     return best
 
 
 def candidates(
-    source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]
+    source: ConfigSource,
+    config: Config,
+    assumed: Assumptions,
+    staleness: Sequence[int],
+    kind: Mapping[str, Any] | None = None,
 ) -> Iterator[Candidate]:
-    """Yield layouts and splits that fit into memory: for each number of trainer nodes the fastest
+    """Yield layouts and splits that fit into memory: for each division of the GPUs the fastest
     layouts, the fastest servers, and each K."""
-    num_nodes = config.trainer.nnodes + config.actor_rollout_ref.rollout.server.nnodes
-    for nodes in range(1, num_nodes):
-        split = {"trainer.nnodes": nodes, f"{SERVER}.nnodes": num_nodes - nodes}
-        servers = _fastest_servers(with_keys(config, split), source.actor, assumed)
-        if servers is None:
+    kind = dict(kind or {})
+    apart = kind | {SHARED: False}
+    ages = [age for age in staleness if source.accepts(apart | _staleness_keys(config, age))]
+    for place, num_server_gpus in _places(with_keys(config, kind)):
+        place = kind | place | _staleness_keys(config, 0)
+        servers = _fastest_servers(with_keys(config, place), num_server_gpus, source, assumed, max(staleness))
+        if not servers:
             continue
-        layouts = sorted(_layouts(source, with_keys(config, split | servers), assumed), key=lambda layout: layout[0])
-        accepted = (keys for _, layout in layouts if source.accepts(config, keys := split | servers | layout))
-        for keys in itertools.islice(accepted, LAYOUTS_PER_SPLIT):
+        first = with_keys(config, place | servers[0])
+        layouts = sorted(_layouts(source, first, assumed), key=lambda layout: layout[0])
+        accepted = (layout for _, layout in layouts if source.accepts(place | servers[0] | layout))
+        for layout, of_servers in itertools.product(itertools.islice(accepted, LAYOUTS_PER_SPLIT), servers):
+            keys = place | of_servers | layout
             changed = with_keys(config, keys)
             parts = phase_times(changed, source.actor, assumed, source.critic)
-            for age in staleness:
+            for age in ages if not place[SHARED] else [age for age in ages if not age]:
                 keys_of_age = keys | _staleness_keys(config, age)
-                if source.accepts(config, keys_of_age):
-                    yield Candidate(keys_of_age, changed, parts, age, _bound(changed, parts, assumed, age))
+                yield Candidate(keys_of_age, changed, parts, age, _bound(changed, parts, assumed, age))
+
+
+def _places(config: Config) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the divisions of a config's GPUs between trainer and servers: (keys, GPUs of the
+    servers). Several nodes are divided by whole ones, one node by its GPUs; or all are shared."""
+    nodes = config.trainer.nnodes + config.actor_rollout_ref.rollout.server.nnodes
+    num_gpus = gpus_of(config)
+    per_node = num_gpus // nodes
+    keys = ("trainer.nnodes", "trainer.n_procs_per_node", f"{SERVER}.nnodes")
+
+    def place(*values: int, shared: bool = False) -> dict[str, Any]:
+        return {SHARED: shared, **dict(zip(keys, values, strict=True))}
+
+    yield place(nodes, per_node, 0, shared=True), num_gpus
+    if nodes == 1:
+        yield from ((place(1, number, 0), num_gpus - number) for number in range(1, num_gpus))
+    else:
+        yield from ((place(n, per_node, nodes - n), (nodes - n) * per_node) for n in range(1, nodes))
+
+
+def gpus_of(config: Config) -> int:
+    """Return the GPUs of trainer and servers together."""
+    server, per_node = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
+    if server.nnodes or shares_gpus(config):
+        return (config.trainer.nnodes + server.nnodes) * per_node
+    return world_size(config) + server.num_servers * server.tensor_model_parallel_size
 
 
 def _staleness_keys(config: Config, max_staleness: int) -> dict[str, Any]:
@@ -132,41 +205,53 @@ def _bound(config: Config, parts: PhaseTimes, assumed: Assumptions, max_stalenes
     use; their sum if they take turns."""
     num_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / assumed.acceptance
     writing = num_responses * assumed.responses.mean / (parts.num_servers * parts.server.tokens_per_s)
-    training = parts.train_s + parts.push
-    return max(training, writing + parts.push) if max_staleness else training + writing
+    still = parts.push + parts.moving
+    training = parts.train_s + still
+    return max(training, writing + still) if max_staleness else training + writing
 
 
-def _fastest_servers(config: Config, spec: ModelSpec, assumed: Assumptions) -> dict[str, Any] | None:
-    """Return the keys of the servers with the most tokens per second in total, or None if none
-    fits."""
-    num_gpus = config.trainer.n_procs_per_node
+def _fastest_servers(
+    config: Config, num_gpus: int, source: ConfigSource, assumed: Assumptions, oldest: int
+) -> list[dict[str, Any]]:
+    """Return the keys of the servers with the most tokens per second in total, the fastest first;
+    none if none fits. Each takes as many requests as its cache holds, and a step may have."""
+    spec, rollout = source.actor, config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
+    most = max(gen_batch_size(config), (oldest + 1) * config.data.train_batch_size) * rollout.n
     rates: list[tuple[float, dict[str, Any]]] = []
     for tp in SIZES:
-        if num_gpus % tp or spec.num_heads % tp or (spec.moe and spec.ffn_size % tp):
+        per_node = num_gpus // max(config.trainer.nnodes if shares_gpus(config) else rollout.server.nnodes, 1)
+        if per_node % tp or not cuts_server(spec, tp):
             continue
-        num_servers = config.actor_rollout_ref.rollout.server.nnodes * num_gpus // tp
-        keys = {f"{SERVER}.num_servers": num_servers, f"{SERVER}.tensor_model_parallel_size": tp}
+        num_servers = num_gpus // tp
+        keys: dict[str, Any] = {f"{SERVER}.num_servers": num_servers, f"{SERVER}.tensor_model_parallel_size": tp}
         changed = with_keys(config, keys)
-        if server_memory(changed, spec).num_tokens >= longest:
-            rates.append((num_servers * server_of(changed, spec, assumed).tokens_per_s, keys))
-    return max(rates, key=lambda rate: rate[0])[1] if rates else None
+        if server_memory(changed, spec, source.critic).num_tokens < longest:
+            continue
+        keys[CONCURRENCY] = max(min(slots_in_cache(changed, spec, assumed), ceil_div(most, num_servers)), 1)
+        rates.append((num_servers * server_of(with_keys(changed, keys), spec, assumed).tokens_per_s, keys))
+    rates.sort(key=lambda rate: -rate[0])
+    return [keys for _, keys in rates[:SERVERS_PER_SPLIT]]
 
 
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
     """Yield layouts of the trainer that fit with its critic, and their seconds from batch to push.
 
-    Each has the least recomputation that fits.
+    Each has the least recomputation that fits; where some is needed, Adam on the host is tried,
+    too.
     """
     specs = [source.actor] if source.critic is None else [source.actor, source.critic]
-    num_gpus = config.trainer.nnodes * config.trainer.n_procs_per_node
+    num_gpus = world_size(config)
     for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):
         if num_gpus % (tp * pp * cp) or tp > config.trainer.n_procs_per_node:
             continue
         if not all(_divides(spec, tp, pp) for spec in specs):
             continue
+        if any(samples % (num_gpus // (tp * pp * cp)) for samples in mini_batches(config)):
+            continue
         megatron = config.actor_rollout_ref.actor.megatron
-        if num_gpus // pp % (megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size):
+        ep = math.gcd(megatron.expert_model_parallel_size, num_gpus // pp)
+        if num_gpus // pp % (ep * megatron.expert_tensor_parallel_size):
             continue
         keys = {
             f"{MEGATRON}.tensor_model_parallel_size": tp,
@@ -174,12 +259,25 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
             f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
             f"{MEGATRON}.pipeline_layers": None,
             f"{MEGATRON}.context_parallel_size": cp,
+            f"{MEGATRON}.expert_model_parallel_size": ep,
             f"{MEGATRON}.sequence_parallel": tp > 1,
         }
-        recompute = least_that_fits(with_keys(config, keys), source.actor, source.critic)
-        if recompute is not None:
-            keys |= {f"{MEGATRON}.{name}": value for name, value in recompute.items()}
-            yield phase_times(with_keys(config, keys), source.actor, assumed, source.critic).train_s, keys
+        for offloaded in (0.0, 1.0):
+            tried = keys | {OFFLOAD: offloaded}
+            recompute = least_that_fits(with_keys(config, tried), source.actor, source.critic)
+            if recompute is None:
+                continue
+            tried |= {f"{MEGATRON}.{name}": value for name, value in recompute.items()}
+            changed = with_keys(config, tried)
+            if not shares_gpus(config) or _can_push(changed, source):
+                parts = phase_times(changed, source.actor, assumed, source.critic)
+                yield parts.train_s + parts.moving, tried
+            if recompute == NOTHING:
+                break
+
+
+def _can_push(config: Config, source: ConfigSource) -> bool:
+    return push_memory(config, source.actor, source.critic) <= config.trainer.gpu_memory_gb * GB
 
 
 def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
@@ -209,32 +307,38 @@ def _as_text(value: object) -> str:
 def search_report(source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]) -> str:
     """Return the best candidates as a table, and each as keys to paste. Raises UserError if there
     is nothing to divide."""
-    server = config.actor_rollout_ref.rollout.server
+    why = None
     if not uses_servers(config):
-        raise UserError(
-            "--search divides nodes between trainer and servers, but the run uses no servers; leave it out."
-        )
-    if not server.nnodes:
-        raise UserError(
-            "--search divides nodes between trainer and servers, but actor_rollout_ref.rollout.server.nnodes is 0; set "
-            "it to the number of server nodes."
-        )
+        why = "the run uses no servers; leave it out"
+    elif not starts_servers(config):
+        why = f"{ROLLOUT}.server_urls or server_urls_file names running servers; leave one of both out"
+    elif config.trainer.nnodes > 1 and not (config.actor_rollout_ref.rollout.server.nnodes or shares_gpus(config)):
+        why = f"{SERVER}.nnodes is 0; set it to the number of server nodes, or {SHARED} to true"
+    if why is not None:
+        raise UserError(f"--search divides GPUs between trainer and servers, but {why}.")
     best = search(source, config, assumed, staleness)
-    if not best:
-        return "No layout of these nodes fits into the memory of their GPUs."
-    num_gpus = (config.trainer.nnodes + server.nnodes) * config.trainer.n_procs_per_node
-    lines = [
-        f"The fastest of {num_gpus} GPUs, within memory",
-        "  no    K  nodes train:sample  TP  PP  CP  recompute  servers    GB      step  trainer idle  servers idle",
-    ]
+    other = {LORA_RANK: 0 if config.actor_rollout_ref.model.lora_rank else ADAPTER_RANK}
+    others = [] if uses_critic(config) else search(source, config, assumed, staleness, other, NUM_OTHERS)
+    if not best + others:
+        return "No layout of these GPUs fits into their memory."
+    lines = [f"The fastest of {gpus_of(config)} GPUs, within memory", _HEAD]
+    lines += [_line(number, pair, source) for number, pair in enumerate(best, start=1)]
+    if others:
+        what = f"of adapters of rank {ADAPTER_RANK}" if other[LORA_RANK] else "of all weights in place of adapters"
+        lines += [f"Training {what}, which learns otherwise ({LORA_RANK}={other[LORA_RANK]})"]
+        lines += [_line(number, pair, source) for number, pair in enumerate(others, start=len(best) + 1)]
     commands = []
-    for number, (candidate, time) in enumerate(best, start=1):
-        memory = trainer_memory(candidate.config, source.actor, source.critic)
-        lines.append(_line(number, candidate, time, memory.total))
-        words = [f"--config={source.path}", *source.overrides, *changed_overrides(config, candidate.keys)]
+    for number, (candidate, _) in enumerate([*best, *others], start=1):
+        words = [f"--config={source.path}", *source.overrides, *changed_overrides(source.as_read, candidate.keys)]
         commands.append(f"{number}: python -m megatron_dapo train --dry-run {shlex.join(words)}")
     note = "As commands; the same key=value follow `sbatch slurm/...` or `python -m launch.local`:"
     return "\n".join([*lines, "", note, *commands])
+
+
+_HEAD = (
+    "  no    K  GPUs train:sample  TP  PP  CP  EP  recompute  Adam on host  servers x slots    GB      step"
+    "  trainer idle  servers idle"
+)
 
 
 def _recomputed(keys: dict[str, Any]) -> str:
@@ -246,14 +350,18 @@ def _recomputed(keys: dict[str, Any]) -> str:
     return "all" if is_all else f"{keys[f'{MEGATRON}.recompute_num_layers']} layers"
 
 
-def _line(number: int, candidate: Candidate, time: StepTime, num_bytes: int) -> str:
-    keys = candidate.keys
-    nodes = f"{keys['trainer.nnodes']}:{keys[f'{SERVER}.nnodes']}"
-    servers = f"{keys[f'{SERVER}.num_servers']}xTP{keys[f'{SERVER}.tensor_model_parallel_size']}"
+def _line(number: int, pair: tuple[Candidate, StepTime], source: ConfigSource) -> str:
+    candidate, time = pair
+    keys, config = candidate.keys, candidate.config
+    sizes = parallel_sizes(config)
+    num_bytes = trainer_memory(config, source.actor, source.critic).total
+    tp = keys[f"{SERVER}.tensor_model_parallel_size"]
+    sampling = keys[f"{SERVER}.num_servers"] * tp
+    gpus = f"{sizes.world} in turns" if keys[SHARED] else f"{sizes.world}:{sampling}"
+    servers = f"{keys[f'{SERVER}.num_servers']}xTP{tp} x {candidate.parts.server.slots}"
     return (
-        f"  {number:>2}  {candidate.max_staleness:>3}  {nodes:>18}  {keys[f'{MEGATRON}.tensor_model_parallel_size']:>2}"
-        f"  {keys[f'{MEGATRON}.pipeline_model_parallel_size']:>2}  {keys[f'{MEGATRON}.context_parallel_size']:>2}"
-        f"  {_recomputed(keys):>9}"
-        f"  {servers:>7}  {num_bytes / GB:>4.0f}  {time.step:>6.0f} s  {time.trainer_idle:>12.0%}"
+        f"  {number:>2}  {candidate.max_staleness:>3}  {gpus:>17}  {sizes.tp:>2}  {sizes.pp:>2}  {sizes.cp:>2}"
+        f"  {sizes.ep:>2}  {_recomputed(keys):>9}  {keys[OFFLOAD]:>12.0%}"
+        f"  {servers:>15}  {num_bytes / GB:>4.0f}  {time.step:>6.0f} s  {time.trainer_idle:>12.0%}"
         f"  {max(time.servers_idle, 0.0):>12.0%}"
     )

@@ -7,12 +7,14 @@ simulation's input.
 
 from dataclasses import dataclass
 
-from megatron_dapo.checks.hardware import Hardware
-from megatron_dapo.checks.memory import cache_width, num_expert_parameters, num_parameters
 from megatron_dapo.commands.plan.training_time import WIDTH, Efficiency
 from megatron_dapo.common.sizes import MIB, ceil_div
-from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.config.derived import ParallelSizes, has_given_servers, shares_gpus, world_size
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import Hardware
+from megatron_dapo.estimates.memory import num_expert_parameters, num_parameters
+from megatron_dapo.estimates.server_memory import cache_width
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
@@ -110,11 +112,20 @@ def active_parameters(spec: ModelSpec) -> int:
     return num_all_parameters(spec) - unused
 
 
-def push_s(spec: ModelSpec, bucket_mb: int, hardware: Hardware, efficiency: Efficiency) -> float:
-    """Return the seconds of a push.
+def push_rate(config: Config, hardware: Hardware, efficiency: Efficiency) -> float:
+    """Return the bytes per second of a push (a broadcast passes each byte once): over the sender's
+    adapter, within one node over its links, on one shared GPU read and written in its memory."""
+    if shares_gpus(config) and world_size(config) == 1:
+        return hardware.memory_bandwidth * efficiency.memory / 2
+    in_one_node = config.trainer.nnodes == 1 and not config.actor_rollout_ref.rollout.server.nnodes
+    is_near = in_one_node and not has_given_servers(config)
+    return (hardware.link_bandwidth if is_near else hardware.network_bandwidth) * efficiency.link
 
-    The weights go in bfloat16 over the sender's adapter (a broadcast passes each byte once). For
-    each bucket the answers of the servers are added.
+
+def push_s(spec: ModelSpec, bucket_mb: int, rate: float) -> float:
+    """Return the seconds of a push at so many bytes per second.
+
+    The weights go in bfloat16. For each bucket the answers of the servers are added.
     """
     num_bytes = num_all_parameters(spec) * WIDTH
-    return num_bytes / (hardware.network_bandwidth * efficiency.link) + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S
+    return num_bytes / rate + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

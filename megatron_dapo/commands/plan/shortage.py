@@ -1,22 +1,35 @@
 """Reports a shortage of GPU memory, with the cure."""
 
-from megatron_dapo.checks.hardware import HARDWARE
-from megatron_dapo.checks.memory import kept_free, server_memory, trainer_memory, usable_memory, weight_sync_bytes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from megatron_dapo.commands.plan.fitting import (
     SERVER_TP,
     in_gb,
     least_server_memory,
     node_counts,
+    server_sizes,
     smallest_server,
     smallest_trainer,
 )
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import servers_per_node, starts_servers
-from megatron_dapo.config.key_names import ROLLOUT
-from megatron_dapo.config.keys import show_text, value_of
+from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers
+from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
+from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.memory import (
+    kept_by_trainer,
+    kept_free,
+    trainer_memory,
+    usable_memory,
+    weight_sync_bytes,
+)
+from megatron_dapo.estimates.server_memory import kept_while_sampling, push_memory, server_memory, server_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
+OFFLOAD = f"{MEGATRON}.optimizer_offload_fraction"
+ADAPTER_RANK = 32
 _ACTOR = "actor_rollout_ref.actor"
 CURES = {  # of other parts: a layout
     "activations": f"set {_ACTOR}.megatron.recompute_granularity=auto, or lower {_ACTOR}.max_tokens_per_microbatch",
@@ -32,34 +45,35 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
     sentences: list[str] = []
     available = config.trainer.gpu_memory_gb
     parts = trainer_memory(config, actor, critic)
-    missing = parts.total - usable_memory(config)
+    missing = parts.total - usable_memory(config, actor)
     if missing > 0:
         largest, size = next(iter(parts.by_name.items()))
         sentences.append(
             f"A trainer GPU would need about {parts.total / GB:.0f} GB, {size / GB:.0f} of them for {largest}, above "
-            f"{_available(config)}; {_cure(largest, config, actor, critic, missing)}."
+            f"{_available(config, actor)}; {_cure(largest, config, actor, critic, missing)}."
         )
     if starts_servers(config):
-        server = server_memory(config, actor)
+        server = server_memory(config, actor, critic)
         longest = config.data.max_prompt_length + config.data.max_response_length
         if server.num_tokens < longest:
             sentences.append(
                 f"A server GPU would have {server.weights / GB:.1f} GB of weights and room for {server.num_tokens} "
                 f"tokens, fewer than the {longest} of one prompt with its response (trainer.gpu_memory_gb "
-                f"{available:g}); {_larger_server(config, actor)}."
+                f"{available:g}); {_larger_server(config, actor, critic)}."
             )
         sentences += _beyond_a_node(config)
+    if shares_gpus(config):
+        sentences += _in_turns(config, actor, critic)
     return sentences
 
 
-def _available(config: Config) -> str:
+def _available(config: Config, actor: ModelSpec) -> str:
     whole = f"trainer.gpu_memory_gb {config.trainer.gpu_memory_gb:g}"
-    if not (reserve := kept_free(config)):
+    if not (reserve := kept_free(config, actor)):
         return whole
-    return (
-        f"the {usable_memory(config) / GB:.4g} GB that {whole} has beside {reserve / GB:g} GB kept free "
-        f"(trainer.gpu_reserve_gb)"
-    )
+    its_users = "for both users of a shared GPU" if shares_gpus(config) else "(trainer.gpu_reserve_gb)"
+    free = usable_memory(config, actor) / GB
+    return f"the {free:.4g} GB that {whole} has beside {reserve / GB:g} GB kept free {its_users}"
 
 
 def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, missing: float) -> str:
@@ -76,6 +90,8 @@ def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, 
             )
     if part in CURES:
         return CURES[part]
+    if shares_gpus(config):
+        return _same_gpus(config, spec, critic)
     cure = _layout(config, spec, critic)
     return f"{cure}, or raise {_ACTOR}.megatron.optimizer_offload_fraction" if part == "optimizer" else cure
 
@@ -84,14 +100,54 @@ def _layout(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
     keys = smallest_trainer(config, actor, critic, node_counts(config.trainer.nnodes))
     if keys is None:
         return "no layout on 256 nodes or fewer fits; use GPUs of more memory, or train adapters (docs/lora.md)"
+    return _fitting(config, keys)
+
+
+def _fitting(config: Config, keys: Mapping[str, Any]) -> str:
     changed = [f"{key}={show_text(value)}" for key, value in keys.items() if value_of(config, key) != value]
     return f"these fit by the estimate: {' '.join(changed)}"
 
 
-def _larger_server(config: Config, spec: ModelSpec) -> str:
+def _same_gpus(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
+    """Return the cure on the GPUs that the trainer shares: another layout, Adam on the host, or
+    adapters."""
+    for keys in ({}, {OFFLOAD: 1.0}, {LORA_RANK: ADAPTER_RANK}):
+        layout = smallest_trainer(with_keys(config, keys), actor, critic, [config.trainer.nnodes])
+        if layout is not None and (LORA_RANK not in keys or critic is None):
+            return _fitting(config, {**keys, **layout})
+    return "not even adapters (docs/lora.md) fit on these GPUs; use more of them, or larger ones"
+
+
+def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Iterator[str]:
+    """Yield mistakes about moments when both users of a shared GPU have memory."""
+    size = config.trainer.gpu_memory_gb * GB
+    kept, share = kept_while_sampling(config, actor, critic), server_share(config, actor, critic)
+    if kept + share * size > size:
+        yield (
+            f"{ROLLOUT}.server.mem_fraction_static {share:g} is {share * size / GB:.0f} GB of a GPU, beside "
+            f"{kept / GB:.0f} GB that the trainer keeps while servers sample, together above trainer.gpu_memory_gb "
+            f"{size / GB:g}; leave mem_fraction_static null."
+        )
+    if (pushing := push_memory(config, actor, critic)) > size:
+        sizes = {tp: with_keys(config, {SERVER_TP: tp}) for tp in server_sizes(config, actor)}
+        tp = next((tp for tp, changed in sizes.items() if push_memory(changed, actor, critic) <= size), None)
+        cure = (
+            f"set {SERVER_TP} to {tp} and {_fewer_servers(config, tp)}"
+            if tp
+            else f"raise {MEGATRON}.tensor_model_parallel_size, or lower weight_sync.bucket_size_mb"
+        )
+        yield (
+            f"A push would need about {pushing / GB:.0f} GB of a shared GPU, with the weights of trainer and server, "
+            f"above trainer.gpu_memory_gb {size / GB:g}; {cure}."
+        )
+
+
+def _larger_server(config: Config, spec: ModelSpec, critic: ModelSpec | None) -> str:
     server, gpus = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
+    if shares_gpus(config) and kept_while_sampling(config, spec, critic) > kept_by_trainer(config, spec):
+        return f"set {MEGATRON}.param_offload and optimizer_offload to true: the trainer's memory is beside it"
     if tp := smallest_server(config, spec):
-        has_room = not server.nnodes or servers_per_node(config) * tp <= gpus
+        has_room = not (server.nnodes or shares_gpus(config)) or servers_per_node(config) * tp <= gpus
         return f"set {SERVER_TP} to {tp}" + ("" if has_room else f", and {_fewer_servers(config, tp)}")
     needed = least_server_memory(config, spec)
     enough = [name for name, gpu in HARDWARE.items() if gpu.memory >= needed and gpu.capability > (0, 0)]
@@ -117,5 +173,6 @@ def _beyond_a_node(config: Config) -> list[str]:
 
 
 def _fewer_servers(config: Config, tp: int) -> str:
-    number = config.actor_rollout_ref.rollout.server.nnodes * max(config.trainer.n_procs_per_node // tp, 1)
+    nodes = config.trainer.nnodes if shares_gpus(config) else config.actor_rollout_ref.rollout.server.nnodes
+    number = nodes * max(config.trainer.n_procs_per_node // tp, 1)
     return f"{ROLLOUT}.server.num_servers to {number}"

@@ -2,12 +2,10 @@
 each K."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dapo.checks.hardware import Hardware
-from megatron_dapo.checks.memory import server_memory
-from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_s, server_speed
+from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_rate, push_s, server_speed
 from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, Speed, random_draws
 from megatron_dapo.commands.plan.training_time import (
     Efficiency,
@@ -24,12 +22,15 @@ from megatron_dapo.config.derived import (
     needs_reference,
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
+    shares_gpus,
     uses_critic,
     uses_servers,
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
+from megatron_dapo.estimates.hardware import Hardware
+from megatron_dapo.estimates.server_memory import COPY_RATE, moved_bytes, moving_s, server_memory
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
@@ -120,6 +121,8 @@ class PhaseTimes:
     prefill_s: float
     """At a push with K above 0 each server prefills its running requests again, unless they keep
     their caches"""
+    moving: float = 0.0
+    """On shared GPUs: memory of the trainer to the host and back."""
 
     @property
     def train_s(self) -> float:
@@ -155,6 +158,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency).slower_by(
         factors.update, factors.log_probs
     )
+    rate = push_rate(config, hardware, efficiency)
     critic_s = 0.0
     if uses_critic(config):
         critic_spec = (critic or spec).as_critic()
@@ -178,10 +182,11 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         reference=training.score if needs_reference(config) else 0.0,
         critic=critic_s,
         hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
-        push=push_s(spec, config.weight_sync.bucket_size_mb, hardware, efficiency) * factors.push
-        if uses_servers(config)
-        else 0.0,
+        push=push_s(spec, config.weight_sync.bucket_size_mb, rate) * factors.push if uses_servers(config) else 0.0,
         prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
+        moving=2 * moving_s(config, moved_bytes(config, spec, critic), min(COPY_RATE, hardware.host_link_bandwidth))
+        if shares_gpus(config)
+        else 0.0,
     )
 
 
@@ -197,8 +202,7 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     """Return the speed of one of a config's servers. Its slots are limited by the keys and by its
     cache."""
     rollout = config.actor_rollout_ref.rollout
-    context = mean_context(assumed.responses, assumed.prompt)
-    limits = [rollout.max_concurrency, int(server_memory(config, spec).num_tokens / context)]
+    limits = [rollout.max_concurrency, slots_in_cache(config, spec, assumed)]
     if rollout.server.max_running_requests:
         limits.append(rollout.server.max_running_requests)
     speed = server_speed(
@@ -215,6 +219,11 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     return speed.scaled_to(speed.tokens_per_s / assumed.factors.server)
 
 
+def slots_in_cache(config: Config, spec: ModelSpec, assumed: Assumptions) -> int:
+    """Return the requests of mean length that a server's cache holds at once."""
+    return int(server_memory(config, spec).num_tokens / mean_context(assumed.responses, assumed.prompt))
+
+
 def step_recipe(config: Config, max_staleness: int) -> Recipe:
     """Return a config's way to draw prompts and train on them, at this max_staleness."""
     size = config.data.train_batch_size
@@ -228,21 +237,35 @@ def step_recipe(config: Config, max_staleness: int) -> Recipe:
     )
 
 
-def step_time(parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float) -> StepTime:
-    """Return a step's time by simulation of the program's own queue and admission."""
+Simulate = Callable[[Machines, Recipe, Lengths, float], Speed]
+"""As `simulated`."""
+
+
+def step_time(
+    parts: PhaseTimes, recipe: Recipe, responses: Lengths, acceptance: float, simulate: Simulate | None = None
+) -> StepTime:
+    """Return a step's time by simulation of the program's own queue and admission. simulate: None:
+    `simulated`."""
     push = parts.push + (parts.prefill_s if recipe.max_staleness else 0.0)
-    speed = simulated(machines_of(parts, recipe, push), recipe, responses, acceptance)
-    step = 1 / speed.steps_per_s
-    sampling = speed.wait_share * step
-    free = (1 - speed.slots_used) * step - (parts.train_s + push)
+    still = push + parts.moving  # while no server writes
+    machines = machines_of(parts, recipe, still)
+    if recipe.max_staleness:
+        speed = (simulate or simulated)(machines, recipe, responses, acceptance)
+        step = 1 / speed.steps_per_s
+        sampling, used = speed.wait_share * step, speed.slots_used
+    else:  # servers write while the trainer waits, and only then
+        speed = (simulate or simulated)(replace(machines, train_s=0.0, push_s=0.0), recipe, responses, acceptance)
+        sampling = 1 / speed.steps_per_s
+        step = sampling + parts.train_s + still
+        used = speed.slots_used * sampling / step
     return StepTime(
         max_staleness=recipe.max_staleness,
         step=step,
         sampling=sampling,
-        tail=None if recipe.max_staleness else min(max(free, 0.0), sampling),
+        tail=None if recipe.max_staleness else (1 - speed.slots_used) * sampling,
         push=push,
-        trainer_idle=speed.wait_share,
-        servers_idle=1 - speed.slots_used,
+        trainer_idle=sampling / step,
+        servers_idle=1 - used,
     )
 
 
@@ -256,15 +279,17 @@ def machines_of(parts: PhaseTimes, recipe: Recipe, push: float) -> Machines:
     )
 
 
-def simulated(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
+def simulated(
+    machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float, part_of_requests: float = 1.0
+) -> Speed:
     """Return the simulated speed, if necessary of a part of the servers with the same part of the
     groups.
 
     Servers are independent, so a part behaves like the whole, except that the longest of fewer
     responses is shorter. Of a single server a part of the slots is simulated, with a
-    correspondingly larger slowdown per request.
+    correspondingly larger slowdown per request. part_of_requests: of SIMULATED_REQUESTS.
     """
-    share = min(1.0, SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
+    share = min(1.0, part_of_requests * SIMULATED_REQUESTS / (recipe.train_batch_size * recipe.n / acceptance))
     part = max(1, math.floor(machines.num_servers * share))
     slots = machines.slots_per_server
     if machines.num_servers * share < 1:
@@ -317,7 +342,7 @@ def run_time(
     else:
         age = config.actor_rollout_ref.rollout.max_staleness
         steps = (StepTime(age, parts.train_s, 0.0, None, 0.0, trainer_idle=0.0, servers_idle=0.0),)
-    num_gpus = world_size(config) + parts.num_servers * parts.server_tp
+    num_gpus = world_size(config) + (0 if shares_gpus(config) else parts.num_servers * parts.server_tp)
     tokens = training_work(config, assumed.responses, assumed.prompt).num_tokens
     return RunTime(
         parts=parts,

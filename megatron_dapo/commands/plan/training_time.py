@@ -11,7 +11,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dapo.checks.flops import (
+from megatron_dapo.common.sizes import round_up
+from megatron_dapo.config.derived import (
+    ParallelSizes,
+    num_mini_batches,
+    offload_fraction,
+    parallel_sizes,
+    samples_per_rollout_step,
+)
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.flops import (
     TRAINING_PASSES,
     active_adapters_of,
     active_parameters_of,
@@ -19,19 +29,10 @@ from megatron_dapo.checks.flops import (
     forward_flops,
     training_flops,
 )
-from megatron_dapo.checks.hardware import FP8_SPEED, Hardware
-from megatron_dapo.checks.memory import kept_per_token, num_parameters, num_trained_parameters
-from megatron_dapo.checks.pipeline import split_of
-from megatron_dapo.checks.recompute import recomputed_share
-from megatron_dapo.common.sizes import round_up
-from megatron_dapo.config.derived import (
-    ParallelSizes,
-    num_mini_batches,
-    parallel_sizes,
-    samples_per_rollout_step,
-)
-from megatron_dapo.config.schema.config import Config
-from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.estimates.hardware import FP8_SPEED, Hardware
+from megatron_dapo.estimates.memory import kept_per_token, num_parameters, num_trained_parameters
+from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.lora_settings import LoraSettings, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
@@ -173,7 +174,7 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
         megatron.overlap_grad_reduce,
         megatron.overlap_param_gather,
         megatron.fp8 != "none",
-        megatron.optimizer_offload_fraction,
+        offload_fraction(config),
         megatron.tp_comm_overlap,
         lora_settings(config),
     )

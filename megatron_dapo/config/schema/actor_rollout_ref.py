@@ -98,9 +98,10 @@ class MegatronConfig(Section):
     tp_comm_overlap: MayChangeOnResume[bool] = False
     """Overlap the communication of tensor-parallel ranks with products, in Transformer Engine's user buffers; pads each
     micro-batch to all of `max_tokens_per_microbatch`, and needs sequence_parallel (docs/models.md)."""
-    optimizer_offload_fraction: MayChangeOnResume[Annotated[float, Field(ge=0.0, le=1.0)]] = 0.0
+    optimizer_offload_fraction: MayChangeOnResume[Annotated[float, Field(ge=0.0, le=1.0)] | Literal["auto"]] = 0.0
     """Share of the optimizer's state (float32 weights, Adam's moments) that is kept, and stepped, in the machine's
-    memory in place of the GPU's; needs Transformer Engine and use_distributed_optimizer."""
+    memory in place of the GPU's; auto = the least of 0, 0.25, 0.5, 0.75 and 1 that `trainer.gpu_memory_gb` leaves room
+    for by the plan, which shows it. Needs Transformer Engine and use_distributed_optimizer."""
     param_offload: Annotated[MayChangeOnResume[bool], ON_SHARED_GPUS] = True
     """While servers are awake, keep the weights in the machine's memory in place of the GPU's, those of the reference
     and the critic too."""
@@ -225,7 +226,8 @@ class ServerConfig(Section):
     max_running_requests: PositiveInt | None = None
     """Requests decoded at once; null = SGLang's choice on GPU, 64 on CPU."""
     mem_fraction_static: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Share of GPU memory for weights and KV cache; null = SGLang's choice."""
+    """Share of GPU memory for weights and KV cache; null = SGLang's choice, with `hybrid_engine` 0.82 without what the
+    trainer keeps on the GPU by the plan, which shows it."""
     extra_args: list[str] = []
     """Further arguments of `sglang.launch_server`, as they are; some are refused (docs/servers.md)."""
     startup_timeout_s: Seconds = 900.0

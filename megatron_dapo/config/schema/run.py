@@ -199,7 +199,8 @@ class TrainerConfig(Section):
     """Memory of one GPU, which the plan compares its estimate with."""
     gpu_reserve_gb: MayChangeOnResume[NonNegativeFloat | None] = None
     """Memory of a trainer GPU that the plan keeps free for CUDA, NCCL and workspaces; null = 2, or 6 with several
-    trainer ranks."""
+    trainer ranks. With `hybrid_engine` what a rank keeps while servers sample; null = 1.5, or 9 with several ranks, 11
+    with experts."""
     total_training_steps: PositiveInt = 100
     """Rollout steps of the run."""
     critic_warmup: Annotated[

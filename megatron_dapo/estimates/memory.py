@@ -1,4 +1,4 @@
-"""GPU memory of a run before its start, from config and model sizes: fullest trainer rank, server.
+"""GPU memory of a trainer before its start, from config and model sizes: its fullest rank.
 
 Weights, gradients and optimizer state are counted exactly, parameter by parameter; Megatron pads
 its buffers by less than 128 x DP numbers each. The rest are upper estimates, each at its own peak,
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
-from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.common.sizes import GB, MIB, ceil_div, round_up
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
@@ -19,14 +18,17 @@ from megatron_dapo.config.derived import (
     log_prob_chunk_size,
     longest_sample,
     needs_reference,
+    offload_fraction,
     parallel_sizes,
     samples_per_rollout_step,
+    shares_gpus,
     uses_critic,
     uses_full_kl,
     uses_servers,
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -42,26 +44,45 @@ NUM_USER_BUFFERS = 12
 # Of a loss by autograd: statistics of the logits, and the merged ones (4 each); the 7 fields of
 # `algorithms.sequence_loss.LossSequence`, and the same again.
 FLOATS_PER_TOKEN = 8 + 2 * 7
-# SGLang's own share of an 80 GB GPU for weights and KV cache: all but 0.5 GB, 1.5 MB per token of a
-# chunk of prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
-SERVER_SHARE = 0.82
 # Bytes of a trainer GPU outside all parts below: the CUDA context with its kernels, the buffers of
 # NCCL's communicators (2 to 4 GB with several GPUs), workspaces (products, attention, allocator).
 CUDA_CONTEXT = 0.5 * GB
 NCCL_BUFFERS = 4 * GB
 WORKSPACES = 1.5 * GB
+# Bytes that stay on a shared GPU while its other user works. Of a trainer rank: alone, and with
+# NCCL's buffers of 7 GB (dense), 9.5 GB (experts) on 8 H100 (verl, pull request 6408). Of a
+# sleeping server: context and workspaces. Estimates.
+RANK_ALONE, RANK, RANK_WITH_EXPERTS = 1.5 * GB, 9 * GB, 11 * GB
+SERVER_ALONE, SERVER = 2 * GB, 3 * GB
 
 
-def kept_free(config: Config) -> float:
-    """Return the bytes of a trainer GPU outside the parts of `trainer_memory`."""
+def kept_free(config: Config, actor: ModelSpec) -> float:
+    """Return the bytes of a trainer GPU outside the parts of `trainer_memory`; on a shared GPU with
+    those of its sleeping server."""
+    if shares_gpus(config):
+        return kept_by_trainer(config, actor) + kept_by_server(config)
     if (gigabytes := config.trainer.gpu_reserve_gb) is not None:
         return gigabytes * GB
     return CUDA_CONTEXT + WORKSPACES + (NCCL_BUFFERS if world_size(config) > 1 else 0)
 
 
-def usable_memory(config: Config) -> float:
+def kept_by_trainer(config: Config, actor: ModelSpec) -> float:
+    """Return the bytes of a shared GPU that a trainer rank never gives back."""
+    if (gigabytes := config.trainer.gpu_reserve_gb) is not None:
+        return gigabytes * GB
+    if world_size(config) == 1:
+        return RANK_ALONE
+    return RANK if actor.moe is None else RANK_WITH_EXPERTS
+
+
+def kept_by_server(config: Config) -> float:
+    """Return the bytes of a shared GPU that a sleeping server never gives back."""
+    return SERVER_ALONE if world_size(config) == 1 else SERVER
+
+
+def usable_memory(config: Config, actor: ModelSpec) -> float:
     """Return the bytes of a trainer GPU for `trainer_memory`."""
-    return max(config.trainer.gpu_memory_gb * GB - kept_free(config), 0.0)
+    return max(config.trainer.gpu_memory_gb * GB - kept_free(config, actor), 0.0)
 
 
 @dataclass(frozen=True)
@@ -103,19 +124,6 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-@dataclass(frozen=True)
-class ServerParts:
-    """Bytes per GPU of a server."""
-
-    weights: int
-    kv_cache: int  # the rest, for all tokens; below 0 if the weights do not fit
-    kv_per_token: int  # of one token in its cache
-
-    @property
-    def num_tokens(self) -> int:
-        return max(0, self.kv_cache // self.kv_per_token)
-
-
 def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Parts:
     """Return the memory of the fullest pipeline stage. critic: the spec, with or without a value
     head, of a critic of another size than the actor."""
@@ -125,20 +133,16 @@ def trainer_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = 
 
 def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> Parts:
     sizes = parallel_sizes(config)
-    width = dtype_bytes(config)
     states = model_states(config, actor, stage)
     tokens = _of_rank(config, config.actor_rollout_ref.actor.max_tokens_per_microbatch)
     activations = activation_bytes(config, actor, stage, tokens)
     critic_total = 0
-    reference = 0
     if uses_critic(config):
         critic_total = model_states(config, critic, stage).total
         its_tokens = _of_rank(config, critic_batching(config).max_tokens_per_microbatch)
         activations = max(activations, activation_bytes(config, critic, stage, its_tokens))
     is_last = stage == sizes.pp - 1
-    if needs_reference(config) and not actor_is_reference(config):
-        reference = sum(num_parameters(actor, sizes, stage)) * width
-        reference += _fp8_copies(config, actor, stage) // 2  # no transposed ones: forward only
+    reference = reference_weights(config, actor, stage)
     if uses_full_kl(config) and is_last:
         reference += _kept_for_full_kl(config, actor)
     return Parts(
@@ -147,12 +151,21 @@ def _stage(config: Config, actor: ModelSpec, critic: ModelSpec, stage: int) -> P
         optimizer=states.optimizer,
         activations=activations,
         log_prob_head=head_bytes(config, actor, tokens) if is_last else 0,
-        weight_sync=weight_sync_bytes(config, actor) if uses_servers(config) else 0,
+        # shared GPUs are pushed to when gradients and optimizer state are gone: `push_memory`
+        weight_sync=weight_sync_bytes(config, actor) if uses_servers(config) and not shares_gpus(config) else 0,
         reference=reference,
         critic=critic_total,
         user_buffers=_user_buffers(config, actor, tokens),
         routed_experts=_routed_experts(config, actor, stage, tokens),
     )
+
+
+def reference_weights(config: Config, actor: ModelSpec, stage: int) -> int:
+    """Return the bytes of a stage's weights of the reference; 0 if there is none of its own."""
+    if not needs_reference(config) or actor_is_reference(config):
+        return 0
+    weights = sum(num_parameters(actor, parallel_sizes(config), stage)) * dtype_bytes(config)
+    return weights + _fp8_copies(config, actor, stage) // 2  # no transposed ones: forward only
 
 
 def _user_buffers(config: Config, spec: ModelSpec, tokens: int) -> int:
@@ -291,7 +304,7 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     return States(
         weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
-        optimizer=round(optimizer * (1 - megatron.optimizer_offload_fraction)),
+        optimizer=round(optimizer * (1 - offload_fraction(config))),
     )
 
 
@@ -309,7 +322,7 @@ def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = Non
     """Return the bytes of a node's memory for the offloaded optimizer state of actor and critic
     (`optimizer_offload_fraction`). All ranks of the node count as ranks of the largest stage."""
     sizes = parallel_sizes(config)
-    fraction = config.actor_rollout_ref.actor.megatron.optimizer_offload_fraction
+    fraction = offload_fraction(config)
     specs = [actor, (critic or actor).as_critic()] if uses_critic(config) else [actor]
 
     def of_rank(stage: int) -> float:
@@ -454,30 +467,6 @@ def _kept_for_full_kl(config: Config, spec: ModelSpec) -> int:
     tokens = ceil_div(samples_per_rollout_step(config) * config.data.max_response_length, sharing)
     chunk = log_prob_chunk_size(config, on_gpu=True) * spec.padded_vocab_size(sizes.tp) // sizes.tp * 4
     return tokens * spec.hidden_size * dtype_bytes(config) + chunk
-
-
-def server_memory(config: Config, spec: ModelSpec) -> ServerParts:
-    """Return a server's share of the weights, in half precision, and its key-value cache."""
-    server = config.actor_rollout_ref.rollout.server
-    width = dtype_bytes(config)
-    tp = server.tensor_model_parallel_size
-    whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
-    share = server.mem_fraction_static or SERVER_SHARE
-    weights = whole * width // tp
-    per_token = spec.num_layers * cache_width(spec, tp) * width
-    left = int(share * config.trainer.gpu_memory_gb * GB) - weights
-    if server.max_total_tokens is not None:
-        left = min(left, server.max_total_tokens * per_token)
-    return ServerParts(weights, left, per_token)
-
-
-def cache_width(spec: ModelSpec, tp: int) -> int:
-    """Return the numbers per token and layer on a server's GPU: 2 x KV heads (at least one) x dim
-    (arXiv 2309.06180, section 3). Latent attention has the vector and the rotated key, whole on
-    each GPU (arXiv 2405.04434, section 2.1.3)."""
-    if spec.latent is not None:
-        return spec.latent.kv_rank + spec.latent.rotary_dim
-    return 2 * max(1, spec.num_kv_heads // tp) * spec.head_dim
 
 
 def dtype_bytes(config: Config) -> int:

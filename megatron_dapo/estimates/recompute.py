@@ -1,33 +1,48 @@
-"""`recompute_granularity: auto`: the least recomputation for the trainer to fit into its GPUs.
+"""`auto` of recomputation and offload: the least of both for the trainer to fit into its GPUs.
 
-The estimate chooses among nothing, the MLP of every layer, the first layers of each stage, and all
-layers. core_attn is left out: it frees little memory; the first layers, one by one, free more for
-each second.
+Of recomputation the estimate chooses among nothing, the MLP of every layer, the first layers of
+each stage, and all layers. core_attn is left out: it frees little memory; the first layers, one by
+one, free more for each second.
 """
 
 import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_dapo.checks.memory import trainer_memory, usable_memory
-from megatron_dapo.checks.pipeline import split_of
 from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import trainer_memory, usable_memory
+from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import attention_weights
 
 NOTHING = {"recompute_granularity": "none"}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+OFFLOADED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def settled(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> Config:
-    """Return the config with `auto` settled; all layers if nothing fits (see `shortage.shortage`).
-    critic: the spec of a critic of another size than the actor."""
-    if config.actor_rollout_ref.actor.megatron.recompute_granularity != "auto":
+    """Return the config with every `auto` settled; what takes least memory if nothing fits (see
+    `shortage.shortage`). critic: the spec of a critic of another size than the actor.
+
+    Recomputation comes before offload: the host steps Adam in the time of many forward passes.
+    """
+    megatron = config.actor_rollout_ref.actor.megatron
+    if megatron.optimizer_offload_fraction == "auto":
+        for share in OFFLOADED_SHARES:
+            changed = settled(_with(config, {"optimizer_offload_fraction": share}), actor, critic)
+            if _fits(changed, actor, critic):
+                break
+        return changed
+    if megatron.recompute_granularity != "auto":
         return config
     return _with(config, least_that_fits(config, actor, critic) or ALL_LAYERS)
+
+
+def _fits(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> bool:
+    return trainer_memory(config, actor, critic).total <= usable_memory(config, actor)
 
 
 def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> dict[str, Any] | None:
@@ -35,7 +50,7 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
     None."""
 
     def fits(keys: Mapping[str, Any]) -> bool:
-        return trainer_memory(_with(config, keys), actor, critic).total <= usable_memory(config)
+        return _fits(_with(config, keys), actor, critic)
 
     sizes = parallel_sizes(config)
     num_layers = split_of(actor, sizes).largest

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_dapo.checks.memory import adapter_parameters
+from megatron_dapo.estimates.memory import adapter_parameters
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import product_weights

@@ -1,0 +1,1 @@
+"""Memory, operations and layers of a run before its start, and data sheets of GPUs."""
