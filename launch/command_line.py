@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_dapo.checks.colocated_checks import given_servers
+from megatron_dapo.checks.gpu_checks import machine_here, shared_gpu_faults
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import remove_folder
-from megatron_dapo.config.derived import uses_servers
+from megatron_dapo.config.derived import shares_gpus, uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
@@ -55,6 +56,17 @@ def require_local(config: Config) -> None:
     """Raise UserError for a run of several nodes, or with given servers and shared GPUs."""
     require_one_node(config)
     if sentences := list(given_servers(config)):
+        raise UserError(sentences)
+
+
+def require_free_gpus(config: Config) -> None:
+    """Raise UserError for GPUs of this machine that trainer and servers cannot share, before any
+    process of the run holds memory."""
+    if not shares_gpus(config):
+        return
+    from megatron_dapo.servers.server_command import visible_gpus  # it imports torch
+
+    if sentences := list(shared_gpu_faults(config, machine_here(visible_gpus()[: config.trainer.n_procs_per_node]))):
         raise UserError(sentences)
 
 

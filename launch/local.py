@@ -18,6 +18,7 @@ from launch.command_line import (
     forget_lease,
     parse,
     parser,
+    require_free_gpus,
     require_local,
     show_log,
 )
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = checked_config(arguments.config, overrides)
         require_local(config)
+        require_free_gpus(config)
         first_look(config)
         print_line(process_plan(config))
         return run_local(config)

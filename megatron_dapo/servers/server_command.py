@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of
+from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of, read_model_specs
 from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import replays_servers_experts, shares_gpus
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.server_memory import server_share
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
@@ -79,7 +80,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),
             ("--max-running-requests", settings.max_running_requests),
-            ("--mem-fraction-static", settings.mem_fraction_static),
+            ("--mem-fraction-static", _memory_share(config)),
         )
     else:
         from megatron_dapo.platform.sglang_cpu import cpu_server  # never imported on a GPU machine
@@ -93,6 +94,12 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)
     return ServerCommand(command, environment)
+
+
+def _memory_share(config: Config) -> float | None:
+    """Return the share of a GPU that a server takes; None: SGLang's choice."""
+    specs = read_model_specs(config) if shares_gpus(config) else None
+    return server_share(config, *specs) if specs else config.actor_rollout_ref.rollout.server.mem_fraction_static
 
 
 def ledger_variables(config: Config, gpus: Sequence[str]) -> dict[str, str]:

@@ -130,9 +130,7 @@ class ServerPool:
     async def expect(self, version: int) -> None:
         """Send requests only to servers with this weight version from now on.
 
-        Ask every server for its own, except ill ones.
-
-        Requests in flight go on.
+        Ask every server for its own, except ill ones. Requests in flight go on.
         """
         self.version = version
         self._failure = None

@@ -80,7 +80,7 @@ class ServerLeader:
         members, failures = self._calls.ask(
             urls, partial(pause, mode=self._pause_mode, known=self._known), min(self._enter_s, deadline.left())
         )
-        self._leave_out("pause", failures)  # one may have paused
+        self.leave_out("pause", failures)  # one may have paused
         self._members = {url: members[url] for url in urls if url in members}
         return self._members
 
@@ -115,7 +115,7 @@ class ServerLeader:
             return str(await server.weight_version())
 
         versions, failures = self._calls.ask(urls, close_session, self._at_least(deadline.left() / 2))
-        self._leave_out("commit", failures)
+        self.leave_out("commit", failures)
         wrong = [f"server {url} reports version {held}" for url, held in versions.items() if held != str(version)]
         if wrong:
             raise WeightSyncError(f"read back: pushed version {version}, but {'; '.join(wrong)}")
@@ -133,14 +133,15 @@ class ServerLeader:
     def resume(self, urls: Sequence[str], deadline: Deadline) -> None:
         """Let the servers generate again."""
         _, failures = self._calls.ask(urls, lambda server: server.continue_(), self._at_least(deadline.left()))
-        self._leave_out("resume", failures)
+        self.leave_out("resume", failures)
 
     def give_up(self) -> None:
         """Resume the current servers after a failed push; unreachable ones stay as they are."""
         _, failures = self._calls.ask(self._urls(), resume, CLEANUP_SHARE * self._reserve_s)
         self._report_unresponsive(failures)
 
-    def _leave_out(self, phase: str, failures: dict[str, str]) -> None:
+    def leave_out(self, phase: str, failures: dict[str, str]) -> None:
+        """Name these servers (URL -> why) in the log, and go on without them."""
         _warn(phase, failures)
         self._resume_meanwhile(failures)
 

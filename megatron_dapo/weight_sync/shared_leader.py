@@ -142,10 +142,6 @@ class SharedLeader(ServerLeader):
         for url in failures:
             self._released.pop(url, None)
 
-    def leave_out(self, phase: str, failures: dict[str, str]) -> None:
-        """Leave these servers out of the push; they are killed at its end."""
-        self._leave_out(phase, failures)
-
 
 async def _wake(server: ServerControl, known: Mapping[str, ServerMember]) -> ServerMember:
     await server.resume_memory([WEIGHTS])
