@@ -156,8 +156,3 @@ async def _wake(server: ServerControl, known: Mapping[str, ServerMember]) -> Ser
 async def _resume_all(server: ServerControl) -> None:
     await server.resume_memory(REST)
     await server.continue_()
-
-
-def lacking(needed: Sequence[int], free: Sequence[int | None]) -> list[int]:
-    """Return the ranks whose GPU lacks free bytes; unknown free bytes lack nothing."""
-    return [rank for rank, (need, has) in enumerate(zip(needed, free, strict=True)) if has is not None and has < need]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
@@ -53,6 +54,11 @@ def keys(data: tuple[Path, Path], run: RunFolder, num_steps: int) -> list[str]:
     ]
 
 
+def trained(run: RunFolder) -> list[dict]:
+    """The records of the trained steps."""
+    return [line for line in read_metrics(run.metrics) if "actor/loss" in line]
+
+
 SHARED = ["actor_rollout_ref.hybrid_engine=true", f"{SERVER}.num_servers=2"]
 
 
@@ -65,7 +71,7 @@ def shared(data, tmp_path_factory) -> RunFolder:
 
 
 def test_every_push_is_verified_and_every_step_is_trained(shared):
-    steps = [line for line in read_metrics(shared.metrics) if "actor/loss" in line]
+    steps = trained(shared)
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     for line in steps:
         assert line["weight_sync/num_servers"] == 2 and line["weight_sync/num_rejoins"] == 0
@@ -123,6 +129,60 @@ def test_never_two_are_awake_on_a_gpu(shared):
     assert set(last) == {"gpu0", "gpu1"}
 
 
+ADAPTERS = ["actor_rollout_ref.model.lora_rank=4"]
+CRITIC = [
+    "algorithm.adv_estimator=gae",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.kl_loss_coef=0.01",
+]
+
+
+@pytest.mark.parametrize("more", [ADAPTERS, CRITIC], ids=["adapters", "critic and reference"])
+def test_frozen_weights_a_critic_and_a_reference_leave_the_gpu_too(more, data, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run_here(main, *DEMO, *keys(data, run, 2), *SHARED, *more)
+    assert [line["weight_sync/num_servers"] for line in trained(run)] == [2, 2]
+    assert check_never_two_awake(held(run.ledger)) > 0
+    at_last = {gpu: now for gpu, now in held(run.ledger)}
+    assert all(now["trainer", "weights"] > 0 for now in at_last.values()), "the model is saved from the GPU"
+
+
+def test_when_the_last_server_is_lost_the_step_is_saved_and_a_second_start_goes_on(data, tmp_path):
+    """Rescue and resume: the trainer's memory comes back for the save, and is restored before the
+    first push."""
+    run = RunFolder(tmp_path / "run")
+    made: list[RunServers] = []
+    make = RunServers.of
+
+    def of(*arguments, **options) -> RunServers:
+        made.append(make(*arguments, **options))
+        return made[-1]
+
+    def kill_all() -> None:
+        while not over.wait(0.02):
+            if run.metrics.exists() and len(trained(run)) >= 2:
+                for pid in made[0].pids():
+                    with suppress(psutil.NoSuchProcess):
+                        psutil.Process(pid).kill()
+                return
+
+    over = threading.Event()
+    killer = threading.Thread(target=kill_all)
+    limits = [f"{SERVER}.max_restarts=0", f"{SERVER}.startup_timeout_s=20"]
+    with mock.patch.object(RunServers, "of", of), forks(), mock.patch.dict(os.environ):
+        killer.start()
+        try:
+            assert main([*DEMO, *keys(data, run, 1000), *SHARED, *limits]) not in (0, SAVED_EXIT_CODE)
+        finally:
+            over.set()
+            killer.join()
+    num_steps = len(trained(run))
+    assert num_steps >= 2 and run.checkpoint(num_steps).is_dir()
+    run_here(main, *DEMO, *keys(data, run, num_steps + 1), *SHARED)
+    assert [line["step"] for line in trained(run)] == list(range(1, num_steps + 2))
+    assert f"Resumed after step {num_steps}" in run.log("checkpoints").read_text()
+
+
 class Killer(threading.Thread):
     """Kills a server in each phase of the step, again and again: while servers sample, while memory
     moves to the trainer, while they sleep, and while it moves back."""
@@ -153,8 +213,7 @@ class Killer(threading.Thread):
                     return
 
     def _steps(self) -> list[dict]:
-        lines = read_metrics(self._run.metrics) if self._run.metrics.exists() else []
-        return [line for line in lines if "actor/loss" in line]
+        return trained(self._run) if self._run.metrics.exists() else []
 
     def _both_serve(self) -> bool:
         """Whether the last step's push, after all kills so far, brought both the weights."""
@@ -204,7 +263,7 @@ def test_a_server_killed_in_any_phase_costs_no_step(data, tmp_path):
             killer.over.set()
             killer.join()
     assert code == SAVED_EXIT_CODE
-    steps = [line for line in read_metrics(run.metrics) if "actor/loss" in line]
+    steps = trained(run)
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     print(f"{len(steps)} steps: {killer.killed}")
     assert len({phase for phase, _ in killer.killed}) == len(Killer.PHASES), killer.killed

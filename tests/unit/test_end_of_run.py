@@ -49,10 +49,16 @@ class Checkpoints:
         self._stop.__exit__()
 
 
+def placement_of(done: list[str]) -> SimpleNamespace:
+    """On GPUs of its own, the trainer always has them; on shared ones it must get them back first."""
+    return SimpleNamespace(saves_first=False, to_trainer=lambda: done.append("to trainer"))
+
+
 def job_of(checkpoints: Checkpoints | Saver) -> SimpleNamespace:
     """A job as far as these tests ask."""
     save_model = lambda: checkpoints.done.append("model")  # noqa: E731
     job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), _save_model=save_model)
+    job.placement = placement_of([])
     job.finish = lambda: Job.finish(job)
     job.has_validated, job.finish_validation = lambda step: True, lambda: None
     job.wait_for_rollout, job.push_weights = nullcontext, lambda version: None
@@ -66,7 +72,7 @@ class Rescuer:
         self._is_asked_to_stop, self.rescued = is_asked_to_stop, []
 
     def rescue(self, step: int, num_steps: int, was_handed: bool) -> bool:
-        self.rescued.append((step, num_steps))
+        self.rescued.append(f"step {step}, {num_steps} optimizer steps")
         return self._is_asked_to_stop and not was_handed
 
 
@@ -75,11 +81,12 @@ class Rescuer:
 def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_stop, capfd):
     """If the run was asked to stop, it ends as asked; other failures are told."""
     checkpoints = Rescuer(is_asked_to_stop)
-    job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), layout=SingleRank())
+    placement = placement_of(checkpoints.rescued)
+    job = SimpleNamespace(checkpoints=checkpoints, telemetry=NullTelemetry(), layout=SingleRank(), placement=placement)
     with pytest.raises(RunStopped if is_asked_to_stop else type(error)):
         with Job._saved_if_lost(job, 4, 2):
             raise error
-    assert checkpoints.rescued == [(4, 2)]
+    assert checkpoints.rescued == ["to trainer", "step 4, 2 optimizer steps"]
     assert (str(error) in capfd.readouterr().out) == (is_asked_to_stop and not isinstance(error, Interrupted))
 
 
@@ -93,6 +100,7 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
         policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
         layout=SimpleNamespace(rank=0, agreement=SingleRank()),
         telemetry=NullTelemetry(),
+        placement=placement_of(done),
         _max_mismatch=0.5,
         _groups=[SimpleNamespace(samples=[SimpleNamespace(servers=("http://a:1",))])],
     )
@@ -102,7 +110,7 @@ def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
     assert not done
     with pytest.raises(ForeignSamples, match="step 7"):
         Job._refuse_foreign(job, 7, shard, 9.0)
-    assert done == ["refused", "step 6 saved"]
+    assert done == ["refused", "to trainer", "step 6 saved"]
 
 
 def test_a_mistake_that_rank_0_finds_in_the_rollout_is_that_of_all_ranks():
@@ -178,6 +186,7 @@ def test_a_step_with_updated_weights_is_reported_even_if_a_later_phase_fails(mon
         score=lambda step, shard: (shard, {"score/b": 2.0}), update_critic=lambda shard: {"critic/c": 3.0},
         update_policy=lambda step, shard: {"actor/d": 4.0}, push_weights=lambda version: {},
         wait_for_rollout=nullcontext, has_validated=lambda step: True, finish_validation=lambda: None,
+        begin_training=lambda: None, save_before_push=lambda step, metrics: None,
     )  # fmt: skip
     job.logged_if_lost = lambda *step: Job.logged_if_lost(job, *step)
 

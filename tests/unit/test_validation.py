@@ -170,7 +170,9 @@ def test_weights_that_the_trainer_no_longer_has_are_pushed_to_nobody(has_trained
     job = SimpleNamespace(
         _rollout=SimpleNamespace(evaluate=evaluate), telemetry=telemetry,
         layout=SimpleNamespace(agreement=SingleRank()),
-        weights=SimpleNamespace(push=lambda version: pushed.append(version) or SimpleNamespace(num_rejoins=0)),
+        placement=SimpleNamespace(
+            to_trainer=lambda: None, push=lambda version: pushed.append(version) or SimpleNamespace(num_rejoins=0)
+        ),
         _validated_step=4, _updated_step=5 if has_trained_on else 4, _num_optimizer_steps=1, _num_rejoins=0,
     )  # fmt: skip
     job._saved_if_lost = lambda step, num_steps: nullcontext()
