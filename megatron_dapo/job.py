@@ -19,7 +19,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, drop_experts
 from megatron_dapo.estimates.flops import forward_flops, training_flops
 from megatron_dapo.estimates.hardware import peak_flops
-from megatron_dapo.placement import OwnGpus, SharedGpus, start_placement
+from megatron_dapo.placement import Placement, start_placement
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.device import is_gpu, peak_memory
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -67,7 +67,7 @@ class Job:
         rollout: BatchSource | None,
         run: RunFolder,
         start: Start,
-        placement: OwnGpus | SharedGpus,
+        placement: Placement,
     ) -> None:
         """Build the models. Collective. rollout: on rank 0, None elsewhere."""
         self.config = config

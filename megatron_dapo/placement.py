@@ -213,7 +213,7 @@ class SharedGpus:
         return None
 
 
-def start_placement(config: Config, layout: ParallelLayout, run: RunFolder, phase: Phase) -> OwnGpus | SharedGpus:
+def start_placement(config: Config, layout: ParallelLayout, run: RunFolder, phase: Phase) -> Placement:
     """Return the config's placement. Collective over all ranks."""
     return (SharedGpus if shares_gpus(config) else OwnGpus)(config, layout, run, phase)
 

@@ -45,7 +45,6 @@ class LeaseFolder:
 
     def write(self, holder: Holder, condemned: Collection[str] = ()) -> Lease:
         """Change the lease; return it. Only rank 0 calls this. Raises OSError."""
-        self._path.mkdir(parents=True, exist_ok=True)
         lease = Lease(holder, self.read().turn + 1, tuple(condemned))
         fields = {"holder": lease.holder, "turn": lease.turn, "condemned": lease.condemned}
         write_whole(self._path / _HOLDER, json.dumps(fields))
@@ -65,7 +64,6 @@ class LeaseFolder:
 
     def answer(self, supervisor: str, turn: int, gone: Collection[str]) -> None:
         """Say, as a supervisor, which of its servers have no process left at this turn."""
-        self._path.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"[^\w.-]+", "_", supervisor)
         write_whole(self._path / f"answer-{name}.json", json.dumps({"turn": turn, "gone": list(gone)}))
 
