@@ -61,7 +61,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 
 test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
-	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 4 --dist loadfile --no-loadscope-reorder tests/unit
+	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 3 --dist loadfile --no-loadscope-reorder tests/unit
 
 proofs: setup ## The long form of tests that repeat: kills, random schedules, draws (an hour on two cores)
 	@PROOFS=1 $(PYTEST) -n 2 --dist loadfile --timeout 7200 $$(grep -l 'tests.proofs import' -r tests --include='test_*.py')

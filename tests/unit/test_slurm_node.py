@@ -125,7 +125,7 @@ import os, subprocess, sys
 from pathlib import Path
 from launch.slurm import node
 from launch.slurm.node import Orders
-node._POLL_INTERVAL_S, node._CANCEL_GRACE_S = 0.05, 0.2
+node._POLL_INTERVAL_S, node._CANCEL_GRACE_S = 0.05, float(sys.argv[4])
 orders = Orders(Path(sys.argv[1]), sys.argv[2], "here")
 program = subprocess.Popen([sys.executable, "-Sc", sys.argv[3]], start_new_session=True)
 sys.exit(orders.obey(program))
@@ -138,8 +138,8 @@ def task(tmp_path):
     Slurm signals all of it."""
     started = []
 
-    def start(role: str, program: str = PROGRAM) -> subprocess.Popen:
-        command = [sys.executable, "-c", TASK, tmp_path, role, program]
+    def start(role: str, program: str = PROGRAM, grace_s: float = 60.0) -> subprocess.Popen:
+        command = [sys.executable, "-c", TASK, tmp_path, role, program, str(grace_s)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert process.stdout.readline() == "runs\n"
         started.append(process)
@@ -209,7 +209,7 @@ time.sleep(60)
 
 
 def test_a_cancelled_jobs_stubborn_program_is_killed_with_its_children(task, tmp_path):
-    process = task(TRAINER, DEAF)
+    process = task(TRAINER, DEAF, grace_s=0.2)
     (tmp_path / "cancelled").touch()
     os.killpg(process.pid, signal.SIGTERM)
     assert process.stdout.read() == "", "the end of the pipe that all of them had"
