@@ -125,6 +125,7 @@ class SharedGpus:
         self._holder = Holder.SERVERS
         self._sleep_s = 0.0  # since the last push
         self._moved_bytes = 0  # likewise, to the host and back, of this rank
+        self._free: dict[str, int] = {}  # bytes of this rank's GPU: servers asleep, trainer parked
 
     def hold(self, source: WeightSource, roles: Sequence[Role | None]) -> None:
         self._parked = self._park(roles)
@@ -153,6 +154,7 @@ class SharedGpus:
             self._holder = Holder.MOVING
             self._agreement.leader("sleep", self._leader.sleep, Deadline(self._config.timeout_s))
             self._require_memory()
+            self._note_free("asleep")
             self._agreement.leader("sleep", self._leader.give_to_trainer)
             self._agreement.each("restore", self._parked.restore)
             self._moved_bytes += self._parked.num_bytes
@@ -173,7 +175,7 @@ class SharedGpus:
         self._holder = Holder.SERVERS
         seconds = report.seconds | {"sleep": self._sleep_s, "park": report.seconds.get("park", 0.0) + parking_s}
         moved, self._moved_bytes, self._sleep_s = self._moved_bytes, 0, 0.0
-        return replace(report, seconds=seconds, moved_bytes=moved)
+        return replace(report, seconds=seconds, moved_bytes=moved, free_bytes=dict(self._free))
 
     def close(self) -> None:
         if self._weights is not None:
@@ -184,6 +186,11 @@ class SharedGpus:
     def _park_weights(self) -> None:
         self._parked.park_weights()
         self._moved_bytes += self._parked.num_bytes
+        self._note_free("parked")
+
+    def _note_free(self, moment: str) -> None:
+        if (free := free_bytes()) is not None:
+            self._free[moment] = free
 
     def _require_memory(self) -> None:
         """Wait until every GPU has the memory that its rank needs; kill servers that keep it."""

@@ -15,6 +15,8 @@ from megatron_dapo.config.schema.config import Config
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
+NUM_TURNS = 6  # of trainer and servers on the same GPUs: memory must be the same in each
+_ALL_TENSORS = 10_000
 _ENDLESS = 10_000  # steps of a run ended as soon as it has proved its point
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
 # small enough for two cores, large enough for every rank to have samples
@@ -107,6 +109,16 @@ def _servers(attempt: Attempt) -> RungVerdict:
     return verdicts.servers(lines, sizes.num_servers, sizes.num_gpus > 0)
 
 
+def _shared_gpus(attempt: Attempt) -> RungVerdict:
+    inputs = attempt.inputs
+    sizes = inputs.sizes
+    keys = (*_problems(attempt), f"weight_sync.verify_num_tensors={_ALL_TENSORS}", *sizes.sharing())
+    steps = f"trainer.total_training_steps={NUM_TURNS}"
+    attempt.module("launch.local", *DEMO, *_small_run(inputs, "shared_gpus", *keys, steps))
+    lines = verdicts.records(inputs.run("shared_gpus").metrics, NUM_TURNS)
+    return verdicts.shared_gpus(lines, sizes.num_sharing, sizes.num_gpus > 0)
+
+
 def _lost_servers(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
     sizes = inputs.sizes
@@ -155,13 +167,16 @@ def _throughput(attempt: Attempt) -> RungVerdict:
 
 
 def _with_servers(attempt: Attempt) -> Sequence[str]:
-    """Make the problems, and return the keys of a run on them with servers and weights verified to
-    the bit."""
+    """Make the problems, and return the keys of a run on them with servers beside it."""
     sizes = attempt.inputs.sizes
+    return (*_problems(attempt), *sizes.beside_servers.overrides(), *sizes.servers())
+
+
+def _problems(attempt: Attempt) -> Sequence[str]:
+    """Make the problems, and return the keys of a run on them with weights verified to the bit."""
     data = attempt.inputs.folder / "data"
     attempt.module("examples.arithmetic.problems", str(data))
-    files = (f"data.train_files=[{data / 'train.jsonl'}]", "weight_sync.verify=true")
-    return (*files, *sizes.beside_servers.overrides(), *sizes.servers())
+    return (f"data.train_files=[{data / 'train.jsonl'}]", "weight_sync.verify=true")
 
 
 def _small_run(inputs: Inputs, name: str, *more: str) -> Sequence[str]:
@@ -182,6 +197,10 @@ def _no_gpus(inputs: Inputs) -> str | None:
     return None if inputs.sizes.num_gpus else "there is no GPU"
 
 
+def _one_gpu(inputs: Inputs) -> str | None:
+    return "there is only one GPU; tests/gpu had two ranks share it" if inputs.sizes.num_gpus == 1 else None
+
+
 def _one_server(inputs: Inputs) -> str | None:
     return None if inputs.sizes.num_servers > 1 else "there is only one server"
 
@@ -197,8 +216,15 @@ LADDER = (
     Rung("kernels", "Do the fused kernels agree with float64?", 1200, _kernels),
     Rung("gpu_tests", "Do the tests of kernels and layers pass on a GPU?", 3600, _gpu_tests, needs=_no_gpus),
     Rung("converters", "Does a model come back from Megatron's format byte for byte?", 600, _converters),
-    Rung("layout", "Do a parallel layout and one process compute the same?", 900, _layout),
-    Rung("servers", "Do servers start, take the weights, and agree with the trainer in training?", 1800, _servers),
+    Rung("layout", "Do a parallel layout and one process compute the same?", 900, _layout, needs=_one_gpu),
+    Rung(
+        "servers",
+        "Do servers start, take the weights, and agree with the trainer in training?",
+        1800,
+        _servers,
+        needs=_one_gpu,
+    ),
+    Rung("shared_gpus", "Do trainer and servers take turns on the same GPUs?", 1800, _shared_gpus),
     Rung(
         "lost_servers", "Does a run survive a server's death, also in a push?", 2400, _lost_servers, needs=_one_server
     ),

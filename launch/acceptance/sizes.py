@@ -1,8 +1,7 @@
 """The sizes of the rungs, for a machine with so many GPUs, or with none."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.config import Config
 
 _MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -53,7 +52,7 @@ class Sizes:
     whole: Layout
     """The layout compared with one process."""
     resumed: Layout
-    """Of the killed and resumed run."""
+    """Of the killed and resumed run, and of the run that shares its GPUs with servers."""
     beside_servers: Layout
     """Of the trainer if servers have the other GPUs."""
     num_servers: int
@@ -66,6 +65,16 @@ class Sizes:
             f"{_SERVER}.tensor_model_parallel_size={self.server_tp}",
         ]
 
+    @property
+    def num_sharing(self) -> int:
+        """Return the number of servers on the GPUs of `resumed`."""
+        return self.resumed.num_ranks // self.server_tp
+
+    def sharing(self) -> list[str]:
+        """Return the keys of a run whose servers are on its own GPUs."""
+        servers = replace(self, num_servers=self.num_sharing).servers()
+        return ["actor_rollout_ref.hybrid_engine=true", *self.resumed.overrides(), *servers]
+
 
 _CPU = Sizes(0, Layout(2, 2, 2), Layout(dp=2), Layout(2), num_servers=2)
 # the most GPUs first
@@ -73,21 +82,13 @@ _BY_GPUS = (
     Sizes(8, Layout(2, 2, 2), Layout(2, 2, 2), Layout(2, 2), num_servers=2, server_tp=2),
     Sizes(4, Layout(2, 2), Layout(2, dp=2), Layout(2), num_servers=2),
     Sizes(2, Layout(2), Layout(dp=2), Layout(), num_servers=1),
+    Sizes(1, Layout(), Layout(), Layout(), num_servers=1),
 )
 
 
 def sizes_of(num_gpus: int) -> Sizes:
-    """Return the largest sizes that fit into this many GPUs; 0 = on the CPU. Raises UserError for a
-    single GPU."""
-    if num_gpus == 0:
-        return _CPU
-    for sizes in _BY_GPUS:
-        if sizes.num_gpus <= num_gpus:
-            return sizes
-    raise UserError(
-        f"This machine offers {num_gpus} GPU, but the ladder needs 2, one for the trainer and one for a server; ask "
-        f"the scheduler for more, or hide it with CUDA_VISIBLE_DEVICES= to climb on the CPU."
-    )
+    """Return the largest sizes that fit into this many GPUs; 0 = on the CPU."""
+    return next((sizes for sizes in _BY_GPUS if sizes.num_gpus <= num_gpus), _CPU)
 
 
 def measured(config: Config) -> list[str]:

@@ -56,6 +56,9 @@ roundings of 6e-8."""
 
 
 _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*")
+FREE_TOLERANCE_GB = 0.064
+"""Free memory of a GPU may shrink by so much over the turns: a few blocks of the allocator."""
+
 _NAMED_TESTS = 5
 
 
@@ -199,6 +202,24 @@ def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: boo
         f"{pushed}; log-probs differ by {largest:.1e} in the mean",
         {"rollout_abs_diff": largest, "tokens_per_s": speed, "push_s": push_s, "reward": lines[-1]["reward/mean"]},
     )
+
+
+def shared_gpus(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: bool) -> RungVerdict:
+    """Judge a run whose servers share its GPUs: as `servers`, and each turn leaves as much memory
+    free as the first, but for FREE_TOLERANCE_GB."""
+    verdict = servers(lines, num_servers, on_gpus)
+    numbers = dict(verdict.numbers)
+    for moment in ("asleep", "parked"):
+        free = [line[name] for line in lines if (name := f"weight_sync/free_{moment}_gb") in line]
+        if not free and on_gpus:
+            raise Red(f"no step says how much memory is free with servers or trainer {moment}")
+        if free and free[0] - min(free) > FREE_TOLERANCE_GB:
+            raise Red(f"free memory shrinks from {free[0]:.3f} to {min(free):.3f} GB ({moment}): something keeps it")
+        numbers |= {f"free_{moment}_gb": min(free)} if free else {}
+    for phase in ("sleep", "park", "wake", "send"):
+        numbers[f"{phase}_s"] = median(line[f"weight_sync/{phase}_s"] for line in lines)
+    seconds = numbers["sleep_s"] + numbers["push_s"]
+    return RungVerdict(f"{verdict.text}; a turn costs {seconds:.1f} s", numbers)
 
 
 def lost_servers(

@@ -1,8 +1,8 @@
 """The protocol of a push of weights: what all ways of sending them have in common."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Agreement, Deadline
@@ -39,13 +39,16 @@ class SyncReport:
     num_verified: int
     moved_bytes: int = 0
     """On shared GPUs, of a rank's memory to the host and back, since the last push."""
+    free_bytes: Mapping[str, int] = field(default_factory=dict)
+    """On shared GPUs, moment -> free memory of rank 0's: servers asleep, trainer parked."""
 
     def metrics(self, num_rejoins: int) -> dict[str, float]:
         """Return seconds per phase, how many servers have the weights, how many joined again
         (num_rejoins), and gigabytes moved."""
         servers = {"weight_sync/num_servers": float(self.num_servers), "weight_sync/num_rejoins": float(num_rejoins)}
         moved = {"weight_sync/moved_gb": self.moved_bytes / 1e9} if self.moved_bytes else {}
-        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers | moved
+        free = {f"weight_sync/free_{moment}_gb": free / 1e9 for moment, free in self.free_bytes.items()}
+        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers | moved | free
 
 
 class NothingPushed:

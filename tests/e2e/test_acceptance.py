@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.acceptance.__main__ import main
-from launch.acceptance.ladder import LADDER, NUM_STEPS
+from launch.acceptance.ladder import LADDER, NUM_STEPS, NUM_TURNS
 from megatron_dapo.servers import child_process
 from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.forked_commands import ForkedPopen
@@ -44,4 +44,6 @@ def test_a_healthy_machine_is_accepted(tmp_path, capsys, monkeypatch):
     runs = tmp_path / "new" / "runs"
     for name in ("layout", "one_process", "servers", "whole", "killed"):
         assert [line["step"] for line in read_metrics(runs / name / "metrics.jsonl")] == list(range(1, NUM_STEPS + 1))
+    steps = read_metrics(runs / "shared_gpus" / "metrics.jsonl")
+    assert [line["weight_sync/num_servers"] for line in steps if "actor/loss" in line] == [2] * NUM_TURNS
     assert "resumed after " in next(each["text"] for each in report["rungs"] if each["name"] == "resume")

@@ -20,7 +20,6 @@ from launch.acceptance.sizes import Layout, Sizes, measured, sizes_of
 from launch.preflight.machine import REPOSITORY
 from launch.preflight.nodes import NodeFinding
 from megatron_dapo.common import nvidia_driver
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.derived import num_optimizer_steps_per_rollout_step
 from megatron_dapo.config.loader import load_config
@@ -286,14 +285,22 @@ def test_a_server_died_in_a_push_only_if_that_was_repeated_without_it(tmp_path):
 
 
 def test_the_sizes_fit_the_gpus():
-    for num_gpus in (2, 3, 4, 8, 16):
+    for num_gpus in (1, 2, 3, 4, 8, 16):
         sizes = sizes_of(num_gpus)
+        assert sizes.num_sharing * sizes.server_tp == sizes.resumed.num_ranks
+        if num_gpus == 1:
+            assert sizes.whole == sizes.resumed == Layout()
+            continue
         beside = sizes.beside_servers.num_ranks + sizes.num_servers * sizes.server_tp
         assert max(sizes.whole.num_ranks, sizes.resumed.num_ranks, beside) <= sizes.num_gpus <= num_gpus
     for sizes in (sizes_of(0), sizes_of(8)):
         assert (sizes.whole, sizes.num_servers) == (Layout(2, 2, 2), 2)
-    with pytest.raises(UserError, match="offers 1 GPU, but the ladder needs 2"):
-        sizes_of(1)
+
+
+def test_one_gpu_climbs_all_rungs_but_those_that_need_a_second_one(tmp_path):
+    inputs = Inputs(sizes_of(1), tmp_path)
+    left_out = {rung.name for rung in LADDER if rung.needs(inputs) and rung.name != "throughput"}
+    assert left_out == {"layout", "servers", "lost_servers"}
 
 
 class RecordingAttempt:

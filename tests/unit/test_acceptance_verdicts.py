@@ -130,6 +130,24 @@ def test_servers_must_have_the_weights_and_agree(change, words):
 LEFT_OUT = "WARNING weight sync: left out http://h:2; the push is repeated. ConnectionError: reset\n"
 
 
+TURN = {f"weight_sync/{phase}_s": 1.0 for phase in ("sleep", "park", "wake", "send")}
+FREE = {"weight_sync/free_asleep_gb": 75.0, "weight_sync/free_parked_gb": 70.0}
+
+
+def test_turns_on_the_same_gpus_must_leave_the_same_memory_free():
+    steady = SERVED | TURN | FREE
+    verdict = verdicts.shared_gpus([steady, steady | {"weight_sync/free_asleep_gb": 74.95}], 2, on_gpus=True)
+    assert verdict.numbers["free_asleep_gb"] == 74.95 and verdict.numbers["wake_s"] == 1.0
+    for name in FREE:
+        with pytest.raises(Red, match="something keeps it"):
+            verdicts.shared_gpus([steady, steady | {name: FREE[name] - 0.1}], 2, on_gpus=True)
+    with pytest.raises(Red, match="no step says"):
+        verdicts.shared_gpus([SERVED | TURN], 2, on_gpus=True)
+    assert "free_asleep_gb" not in verdicts.shared_gpus([SERVED | TURN], 2, on_gpus=False).numbers
+    with pytest.raises(Red, match="1 of 2 servers"):
+        verdicts.shared_gpus([steady | {"weight_sync/num_servers": 1}], 2, on_gpus=True)
+
+
 def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path):
     log, died = tmp_path / "trainer-rank-0.log", StartedServer("server-1", "http://h:2", 7)
     log.write_text(LEFT_OUT)
