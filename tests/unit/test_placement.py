@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_dapo import placement
+from megatron_dapo.checkpointing.config_changes import config_changes, config_to_plain, matters
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.placement import OwnGpus, SharedGpus, start_placement
 from megatron_dapo.platform.agreement import Agreement, SingleRank
@@ -120,3 +121,14 @@ def test_without_the_key_nothing_moves(tmp_path):
     assert isinstance(own, OwnGpus) and not own.saves_first
     own.to_trainer()
     assert own.push(1).metrics(0) == {}
+
+
+def test_a_run_from_before_the_keys_goes_on_with_or_without_shared_gpus():
+    before = config_to_plain(load_config(None, []))
+    del before["actor_rollout_ref"]["hybrid_engine"]
+    for key in ("param_offload", "optimizer_offload"):
+        del before["actor_rollout_ref"]["actor"]["megatron"][key]
+    assert config_changes(before, load_config(None, [])) == []
+    shared = load_config(None, ["actor_rollout_ref.hybrid_engine=true"])
+    (change,) = config_changes(before, shared)
+    assert change.key == "actor_rollout_ref.hybrid_engine" and not matters(change, shared)
