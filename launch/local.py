@@ -69,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         config = checked_config(arguments.config, overrides)
         require_local(config)
-        require_free_gpus(config)
         first_look(config)
         print_line(process_plan(config))
         return run_local(config)
@@ -94,6 +93,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     from megatron_dapo.servers.supervisor import ServerFailure
 
     open_standard_streams()
+    require_free_gpus(config)
     run = RunFolder.of(config.trainer).create()
     _wait_for_folder(run)
     config_file = run.logs / "config.yaml"

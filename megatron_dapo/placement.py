@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+from megatron_dapo.checks.model_checks import read_model_specs
 from megatron_dapo.config.derived import shares_gpus, uses_servers
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.agreement import Agreement, Deadline
-from megatron_dapo.platform.device import device, free_bytes
+from megatron_dapo.platform.device import device, free_bytes, is_gpu
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
@@ -121,6 +123,7 @@ class SharedGpus:
         )
         self._agreement = Agreement.of_all_ranks(self._config.timeout_s + KILL_S, WeightSyncError)
         self._parked: Parked = self._park(())
+        self._least_bytes = _keeper_bytes(config)
         self._weights: HandlePush | None = None
         self._holder = Holder.SERVERS
         self._sleep_s = 0.0  # since the last push
@@ -207,11 +210,14 @@ class SharedGpus:
         lacks = self._agreement.all("free memory", self._lack)
         if any(lacks):
             named = "; ".join(f"rank {rank}: {lack}" for rank, lack in enumerate(lacks) if lack)
-            raise WeightSyncError(f"another process uses GPUs of this run ({named}); end it, or use other GPUs.")
+            raise WeightSyncError(
+                f"GPUs lack memory although all servers sleep ({named}); end other processes on them (nvidia-smi shows "
+                f"them) or, if there are none, raise trainer.gpu_reserve_gb."
+            )
 
     def _lack(self) -> str | None:
         """Return what this rank's GPU lacks, in words; None if enough is free in time."""
-        needed = self._parked.needed_bytes()
+        needed = max(self._parked.needed_bytes(), self._least_bytes)
         deadline = Deadline(FREE_S)
         while (free := free_bytes()) is not None and free < needed:
             if not deadline.left():
@@ -223,6 +229,17 @@ class SharedGpus:
 def start_placement(config: Config, layout: ParallelLayout, run: RunFolder, phase: Phase) -> Placement:
     """Return the config's placement. Collective over all ranks."""
     return (SharedGpus if shares_gpus(config) else OwnGpus)(config, layout, run, phase)
+
+
+def _keeper_bytes(config: Config) -> int:
+    """Return the least bytes that a GPU must have free with its server asleep: half of the plan's
+    need for training.
+
+    What `restore` takes may fit beside a server that keeps its cache, and the activations do not.
+    Half, since the plan may be off and such a server keeps most of a GPU. 0 on a CPU.
+    """
+    specs = read_model_specs(config) if is_gpu() else None
+    return trainer_memory(config, *specs).total // 2 if specs else 0
 
 
 def _connect(config: Config) -> Callable[[str], SGLangClient]:

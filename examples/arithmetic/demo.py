@@ -28,6 +28,8 @@ def on_gpus(gpus: Sequence[Gpu], torch_version: str) -> list[str]:
     if len(gpus) == 1:
         megatron = "actor_rollout_ref.actor.megatron"
         shared += [f"{megatron}.tensor_model_parallel_size=1", f"{megatron}.sequence_parallel=false"]
+    else:
+        shared.append("trainer.gpu_reserve_gb=3")  # two ranks keep less of a GPU than a node's
     return shared
 
 

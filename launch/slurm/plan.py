@@ -307,8 +307,9 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
     yield from given_servers(config)
     if starts_servers(config) and server.nnodes == 0 and not shares_gpus(config):
         yield (
-            "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job the servers have nodes of their own; set "
-            "it to 1 or more, or run `python -m launch.local` on the one node."
+            "actor_rollout_ref.rollout.server.nnodes is 0, but in a Slurm job servers have nodes of their own or share "
+            "the trainer's; set it to 1 or more, set actor_rollout_ref.hybrid_engine to true, or run `python -m "
+            "launch.local` on the one node."
         )
     elif num_given != num_trainers + num_servers:
         yield (

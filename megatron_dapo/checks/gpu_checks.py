@@ -20,8 +20,10 @@ from megatron_dapo.estimates.server_memory import parked_on_host
 
 # Bytes in use on a GPU without a process of its own: the driver, a screen.
 OF_NOBODY = 1 * GB
+# A driver may count a little less than a card is sold with.
+SAME_SIZE = 0.98
 _QUERY_S = 60.0
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,14 @@ class Gpu:
     """Bytes."""
     used: int
     """Bytes, of all processes."""
+    mode: str = "Default"
+    """Its compute mode."""
+
+    def is_called(self, name: str) -> bool:
+        """Return whether CUDA_VISIBLE_DEVICES means this GPU by a name: its number, or a beginning
+        of its UUID."""
+        name = name.strip()
+        return name == self.name or (name.startswith("GPU-") and self.uuid.startswith(name))
 
 
 @dataclass(frozen=True)
@@ -50,28 +60,46 @@ class Machine:
 def machine_here(names: Collection[str] | None = None) -> Machine:
     """Return this machine with the GPUs of these names; None: with all. Without a driver it has
     none."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,memory.total,memory.used,compute_mode",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         listing = ""
-    gpus = [gpu for gpu in parsed(listing) if names is None or {gpu.name, gpu.uuid} & set(names)]
-    return Machine(tuple(gpus), min(psutil.virtual_memory().available, _container_limit()))
+    gpus = [gpu for gpu in parsed(listing) if names is None or any(map(gpu.is_called, names))]
+    return Machine(tuple(gpus), min(psutil.virtual_memory().available, left_by_groups(_CONTROL_GROUPS, _own_group())))
 
 
 def parsed(listing: str) -> Iterator[Gpu]:
     """Yield the GPUs of nvidia-smi's answer; a line of a lost or a sharing (MIG) GPU says nothing."""
     for line in listing.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 4 and all(cell.isdecimal() for cell in cells[2:]):
-            yield Gpu(cells[0], cells[1], int(cells[2]) * MIB, int(cells[3]) * MIB)
+        if len(cells) == 5 and all(cell.isdecimal() for cell in cells[2:4]):
+            yield Gpu(cells[0], cells[1], int(cells[2]) * MIB, int(cells[3]) * MIB, cells[4])
 
 
-def _container_limit() -> float:
-    """Return the bytes of memory that this container may use."""
+def _own_group() -> str:
+    """Return the path of this process's control group (a container's, a Slurm job's)."""
     try:
-        return int(_CONTAINER_LIMIT.read_text())
-    except (OSError, ValueError):  # no container, or "max"
+        return Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
+    except OSError:
+        return ""
+
+
+def left_by_groups(root: Path, own: str) -> float:
+    """Return the bytes that a control group and those above it still allow."""
+    folder = root / own
+    return min(map(_left_in, [folder, *folder.parents]))
+
+
+def _left_in(folder: Path) -> float:
+    """Return the bytes that a control group leaves; infinity without a limit."""
+    try:
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # no such group, or "max"
         return math.inf
 
 
@@ -82,16 +110,23 @@ def shared_gpu_faults(config: Config, machine: Machine) -> Iterator[str]:
         return
     size = config.trainer.gpu_memory_gb
     for gpu in machine.gpus:
-        if gpu.memory < size * GB:
+        if gpu.memory < SAME_SIZE * size * GB:
             yield (
                 f"trainer.gpu_memory_gb is {size:g}, but GPU {gpu.name} has {gpu.memory / GB:.1f} GB; set it to "
                 f"{gpu.memory // GB} or less, and read the plan again."
             )
-        if gpu.used > OF_NOBODY:
+        elif gpu.used > OF_NOBODY and gpu.memory - gpu.used < size * GB:
             yield (
-                f"GPU {gpu.name} has {gpu.used / GB:.1f} GB in use by other processes, but actor_rollout_ref."
-                f"hybrid_engine is true, whose trainer and servers need all of it; end them (nvidia-smi shows them), "
-                f"or choose another GPU by CUDA_VISIBLE_DEVICES."
+                f"GPU {gpu.name} has {gpu.used / GB:.1f} of {gpu.memory / GB:.1f} GB in use by other processes, too "
+                f"much for trainer.gpu_memory_gb {size:g} with actor_rollout_ref.hybrid_engine true; end them "
+                f"(nvidia-smi shows them), set it to {(gpu.memory - gpu.used) // GB} or less, or choose another GPU "
+                f"by CUDA_VISIBLE_DEVICES."
+            )
+        if gpu.mode.startswith("Exclusive"):
+            yield (
+                f"GPU {gpu.name} is in compute mode {gpu.mode}, but with actor_rollout_ref.hybrid_engine true "
+                f"trainer and server use it together; set the mode by `nvidia-smi -c 0` (as root), or set "
+                f"hybrid_engine to false."
             )
     yield from _parked_memory(config, machine)
 

@@ -1,9 +1,12 @@
 """Shared GPUs on a machine that has too little, or has others on it: one sentence each."""
 
+from dataclasses import replace
+
 import pytest
 
 from examples.arithmetic.demo import on_gpus
 from launch.preflight import gpus
+from megatron_dapo.checks import gpu_checks
 from megatron_dapo.checks.gpu_checks import Gpu, Machine, machine_here, parsed, shared_gpu_faults
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import shares_gpus
@@ -27,7 +30,21 @@ def test_a_machine_that_has_all_is_not_refused():
 def test_a_gpu_with_a_foreign_process_is_named():
     foreign = Gpu("3", "GPU-3", memory=85 * GB, used=31 * GB)
     (sentence,) = faults(Machine((CARD, foreign), available=1000 * GB))
-    assert "GPU 3 has 31.0 GB in use by other processes" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
+    assert "GPU 3 has 31.0 of 85.0 GB in use by other processes" in sentence and "CUDA_VISIBLE_DEVICES" in sentence
+
+
+def test_a_screen_beside_room_enough_is_no_foreign_process():
+    card = Gpu("0", "GPU-0", memory=int(25.8 * GB), used=int(1.4 * GB))
+    memory = Machine((card,), available=1000 * GB)
+    assert faults(memory, "trainer.gpu_memory_gb=24", name="one_gpu_1.5b") == []
+    (sentence,) = faults(memory, "trainer.gpu_memory_gb=25", name="one_gpu_1.5b")
+    assert "set it to 24 or less" in sentence
+
+
+def test_a_gpu_for_one_process_alone_is_named():
+    exclusive = replace(CARD, mode="Exclusive_Process")
+    (sentence,) = faults(Machine((exclusive,), available=1000 * GB))
+    assert "compute mode Exclusive_Process" in sentence and "nvidia-smi -c 0" in sentence
 
 
 def test_a_card_smaller_than_said_is_named_with_its_size():
@@ -51,20 +68,23 @@ def test_nothing_is_asked_of_gpus_that_are_not_shared_or_not_there():
 
 
 def test_the_drivers_listing_is_read_without_gpus_that_do_not_answer():
-    listing = "0, GPU-a1, 81559, 4\n1, GPU-b2, [Unknown Error], [N/A]\n2, GPU-c3, 24564, 812\nUnable to determine\n"
+    listing = (
+        "0, GPU-a1, 81559, 4, Default\n1, GPU-b2, [Unknown Error], [N/A], [N/A]\n"
+        "2, GPU-c3, 24564, 812, Prohibited\nUnable to determine\n"
+    )
     mib = 2**20
     assert list(parsed(listing)) == [
         Gpu("0", "GPU-a1", 81559 * mib, 4 * mib),
-        Gpu("2", "GPU-c3", 24564 * mib, 812 * mib),
+        Gpu("2", "GPU-c3", 24564 * mib, 812 * mib, "Prohibited"),
     ]
 
 
 def test_only_the_named_gpus_are_looked_at(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, GPU-a, 100, 1'\necho '1, GPU-b, 100, 1'\n")
+    program.write_text("#!/bin/sh\necho '0, GPU-a1, 100, 1, Default'\necho '1, GPU-b1, 100, 1, Default'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert [[gpu.name for gpu in machine_here(names).gpus] for names in (None, ["1"], ["GPU-a"], [""])] == [
+    assert [[gpu.name for gpu in machine_here(names).gpus] for names in (None, [" 1"], ["GPU-a"], [""])] == [
         ["0", "1"],
         ["1"],
         ["0"],
@@ -98,3 +118,15 @@ def test_the_demo_takes_the_gpus_that_it_is_told_of(number, torch, ranks, tp, se
     server = config.actor_rollout_ref.rollout.server
     assert server.num_servers * server.tensor_model_parallel_size == servers
     assert config.trainer.gpu_memory_gb == (25 if cards and "cpu" not in torch else 80)
+
+
+def test_the_memory_of_a_control_group_is_what_it_leaves(tmp_path):
+    """A job's limit may lie above its own group, and counts less what is in use."""
+    group = tmp_path / "job" / "step"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5\n")
+    (tmp_path / "job" / "memory.max").write_text("1000\n")
+    (tmp_path / "job" / "memory.current").write_text("300\n")
+    assert gpu_checks.left_by_groups(tmp_path, "job/step") == 700
+    assert gpu_checks.left_by_groups(tmp_path, "elsewhere") > 10**15

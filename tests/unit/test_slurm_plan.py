@@ -315,7 +315,7 @@ def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(cap
     printed = capsys.readouterr().err
     assert printed.startswith("5 mistakes to correct:")
     for words in (
-        "in a Slurm job the servers have nodes of their own",
+        "in a Slurm job servers have nodes of their own or share",
         "data.train_files holds",
         "models/Qwen2.5-32B, which is not a folder here",
         "A trainer GPU would need",

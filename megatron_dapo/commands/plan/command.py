@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.checks.colocated_checks import given_servers
 from megatron_dapo.checks.model_checks import published_name, read_model_json, shape_of
 from megatron_dapo.checks.run_checks import load_and_validate, validate
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds
@@ -94,11 +95,13 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     config = load_and_validate(arguments.config, overrides, check_files=False, model_json=named)
     name, model_json = _model_of(config, arguments.model)
     validate(config, model_json, check_files=False)
+    if sentences := list(given_servers(config)):
+        raise UserError(sentences)
     if config.trainer.replay or config.sft.enable:
         key, value = next((key, value) for key in ("trainer.replay", "sft.enable") if (value := value_of(config, key)))
         raise UserError(
-            f"{key} is {show_text(value)}, whose batches come from no server; there is no sampling to plan: leave it "
-            f"out."
+            f"{key} is {show_text(value)}, whose batches come from no server, so there is no sampling to plan; leave "
+            f"it out, or see the memory by `python -m launch.local --config ... --dry-run`."
         )
     spec = model_spec(model_json, source=name)
     critic = _critic_of(config)
