@@ -21,7 +21,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, SAVED_EXIT_CODE, U
 from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
-from megatron_dapo.config.derived import starts_servers
+from megatron_dapo.config.derived import shares_gpus, starts_servers
 from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
@@ -144,7 +144,7 @@ def _train(arguments: argparse.Namespace) -> int:
             time.sleep(_FOR_RANK_0_S)
         return USER_ERROR_EXIT_CODE
 
-    set_rank_defaults(os.environ)
+    set_rank_defaults(os.environ, exports_memory=shares_gpus(config))
     with large_imports():  # here: a dry run must not wait for torch
         from megatron_dapo.common.rollout_errors import RolloutError
         from megatron_dapo.sft import fine_tune

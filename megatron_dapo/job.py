@@ -14,7 +14,7 @@ from megatron_dapo.checkpointing.run_checkpoints import RunCheckpoints, Trained
 from megatron_dapo.common.errors import JobError, RunStopped, UserError
 from megatron_dapo.common.rollout_errors import ForeignSamples, Interrupted, NeedsSync, RolloutError, ServersLost
 from megatron_dapo.common.standard_streams import print_line
-from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, uses_servers
+from megatron_dapo.config.derived import max_mismatch, needs_old_log_probs, shares_gpus, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, drop_experts
 from megatron_dapo.estimates.flops import forward_flops, training_flops
@@ -45,6 +45,7 @@ from megatron_dapo.training.in_use import in_use
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.roles import make_critic, make_reference
 from megatron_dapo.training.token_dumps import TokenDumps
+from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 Answer = TypeVar("Answer")
 
@@ -203,6 +204,7 @@ class Job:
             return {}
         num_ranks = self.layout.world_size
         num_server_ranks = performance.server_ranks(self.config, metrics)
+        num_other_ranks = 0 if shares_gpus(self.config) else num_server_ranks  # on GPUs of their own
         seconds = self.telemetry.seconds
         num_epochs = self.config.actor_rollout_ref.actor.ppo_epochs if _optimizer_steps(metrics) else 0
         waiting_s = sum(map(seconds, performance.WAITING))
@@ -211,7 +213,7 @@ class Job:
             **self._mfu(groups, num_epochs),
             **performance.update_metrics(groups, num_epochs, seconds("update"), num_ranks),
             **performance.server_metrics(metrics, num_server_ranks),
-            **performance.step_metrics(groups, self.telemetry.step_seconds(), waiting_s, num_ranks, num_server_ranks),
+            **performance.step_metrics(groups, self.telemetry.step_seconds(), waiting_s, num_ranks, num_other_ranks),
         }
 
     def _mfu(self, groups: list[Group], num_epochs: int) -> dict[str, float]:
@@ -316,14 +318,16 @@ class Job:
     def finish(self) -> None:
         """Wait, after the last step, for the background save, then save the model, also after a
         failure of that save. Raises JobError, or UserError, on all ranks."""
-        self.placement.to_trainer()
+        failure: JobError | None = None
         try:
             with self.telemetry.phase("checkpoint"):
-                self.checkpoints.finish()
-        except JobError:
-            self._save_model()
-            raise
+                self.checkpoints.finish()  # before the GPUs change hands, which may fail too
+        except JobError as error:
+            failure = error
+        self.placement.to_trainer()
         self._save_model()
+        if failure is not None:
+            raise failure
 
     def _save_model(self) -> None:
         """Save the model in the run folder."""
@@ -368,7 +372,7 @@ class Job:
                 with self.telemetry.phase("checkpoint"):
                     was_handed = isinstance(error, ForeignSamples)
                     is_stopped = self.checkpoints.rescue(step, num_steps, was_handed)
-            except JobError as failure:
+            except (JobError, WeightSyncError) as failure:
                 kind = type(error) if isinstance(error, ServersLost) else RolloutError
                 raise kind(f"{error} Step {step} could not be saved: {failure}.") from failure
             if not is_stopped:

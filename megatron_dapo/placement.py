@@ -13,7 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.agreement import Agreement, Deadline
-from megatron_dapo.platform.device import device, free_bytes, is_gpu
+from megatron_dapo.platform.device import device, free_bytes, free_cached_memory, is_gpu
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
@@ -188,6 +188,7 @@ class SharedGpus:
 
     def _park_weights(self) -> None:
         self._parked.park_weights()
+        free_cached_memory()
         self._moved_bytes += self._parked.num_bytes
         self._note_free("parked")
 

@@ -26,6 +26,7 @@ def train(config: Config) -> bool:
                 shard, score_metrics = job.score(step, shard)  # log-probs, values; advantages
                 critic_metrics = job.update_critic(shard)  # if there is one
                 actor_metrics = job.update_policy(step, shard)  # one optimizer step per mini-batch
+                del shard  # its tensors would stay on the GPU while servers sample
                 metrics = metrics | score_metrics | critic_metrics | actor_metrics
                 with job.logged_if_lost(step, metrics, groups):
                     job.save_before_push(step, actor_metrics)  # if due, on shared GPUs

@@ -107,8 +107,8 @@ def _machine_of_shared_gpus(config: Config) -> Iterator[str]:
 def _expandable_segments() -> Iterator[str]:
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         value = os.environ.get(name, "")
-        if re.search(r"expandable_segments\s*:\s*true", value, re.IGNORECASE):
-            rest = "weights are handed to the servers, and expandable segments cannot be; take them out of the variable"
+        if re.search(r"expandable_segments\s*:\s*true|backend\s*:\s*cudaMallocAsync", value, re.IGNORECASE):
+            rest = "weights are handed to the servers, and memory of this kind cannot be; take it out of the variable"
             yield _refusal(name, value, rest)
 
 

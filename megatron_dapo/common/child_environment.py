@@ -32,21 +32,22 @@ _CACHES = ("SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "TRITON_CACHE_DIR")
 _MAX_TMPDIR_BYTES = 107 - len("/tmp01234567")
 
 
-def set_rank_defaults(environment: MutableMapping[str, str]) -> None:
+def set_rank_defaults(environment: MutableMapping[str, str], *, exports_memory: bool = False) -> None:
     """Set good defaults for a trainer rank on a GPU, before it imports torch. The user's own
     settings stay.
 
     - One connection to the device: kernels start in the order of their launch, so that Megatron's
       collectives begin before the products that hide them.
     - Expandable segments: micro-batches differ in length, and an allocator of fixed blocks keeps
-      some of every size.
+      some of every size. Not for a rank that hands its memory to another process
+      (exports_memory): such segments cannot be exported.
     - One process for torch.compile: it compiles two small kernels; by default each rank starts up
       to 32 workers.
     - The cuDNN of torch's package also for Transformer Engine, which would load the system's
       version beside it.
     """
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if not any(name in environment for name in _ALLOCATOR):
+    if not (exports_memory or any(name in environment for name in _ALLOCATOR)):
         environment[_ALLOCATOR[0]] = "expandable_segments:True"
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if (home := _cudnn_of_packages()) and not any(name in environment for name in _CUDNN):

@@ -293,6 +293,8 @@ def _memory(tensor: Tensor) -> memoryview:
     """
     # numpy 2.4's types call it a buffer only from Python 3.12 on
     array: Any = np.from_dlpack(byte_view(tensor))
+    if not array.flags.writeable:  # an older NumPy or torch
+        array = byte_view(tensor).numpy()
     return memoryview(array)
 
 

@@ -63,6 +63,12 @@ def free_bytes() -> int | None:
     return None if ledger is None else ledger.free_bytes()
 
 
+def free_cached_memory() -> None:
+    """Give the GPU back what this process's allocator keeps for later, to be used by others."""
+    if is_gpu():
+        torch.cuda.empty_cache()
+
+
 def collective_backend() -> str:
     return "nccl" if is_gpu() else "gloo"
 

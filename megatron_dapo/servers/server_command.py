@@ -76,6 +76,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         if shares_gpus(config):
             # captured graphs go to sleep too; those of prompts cannot, and stop the server's start
             environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+            # what the trainer keeps may differ between a server's GPUs when it starts again
+            environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
             arguments += ("--cuda-graph-backend-prefill", "disabled")
         arguments += _words_of_options(
             ("--max-total-tokens", settings.max_total_tokens),

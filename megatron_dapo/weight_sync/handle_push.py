@@ -10,7 +10,13 @@ from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Agreement
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import Source, handle_plan
-from megatron_dapo.weight_sync.handles import HandleSender, ServerPlace, collect_handles, make_place_group
+from megatron_dapo.weight_sync.handles import (
+    HandleSender,
+    ServerPlace,
+    collect_handles,
+    make_place_group,
+    prepare_handles,
+)
 from megatron_dapo.weight_sync.push import Delivery, Push, WeightPush
 from megatron_dapo.weight_sync.servers import ServerCalls
 from megatron_dapo.weight_sync.shared_leader import SharedLeader
@@ -46,6 +52,7 @@ class HandlePush(WeightPush):
         stage = comparing_role(source, plan, layout, config, device)
         agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         super().__init__(agreement, servers, calls, stage, plan, layout, config, phase)
+        agreement.each("import of SGLang", prepare_handles)
         known = agreement.gather((layout.pp_rank, plan) if layout.is_source else None)
         sources = {each[0]: rank for rank, each in enumerate(known) if each is not None}
         ranks = [sources[number] for number in range(layout.pp)]
@@ -75,5 +82,5 @@ class HandlePush(WeightPush):
         push.watch.lap("park")
 
     def _free_weights(self) -> None:
-        self._make_room()
         collect_handles()  # those that the servers let go at the end of the session
+        self._make_room()

@@ -22,6 +22,9 @@ from megatron_dapo.weight_sync.servers import UNFINISHED_VERSION, ServerCalls, S
 from megatron_dapo.weight_sync.stage import StageTotals, Stopwatch, whole
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
+POST_S = 20.0
+"""Seconds for a server to load a bucket, or a quarter of what a push has left, if that is more."""
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -125,6 +128,8 @@ class HandleSender:
                 except WeightSyncError as error:
                     fault = error
         dist.broadcast(flat, self._source_ranks[stage])
+        if flat.is_cuda:  # the time limit of a post begins with a complete bucket
+            torch.cuda.current_stream().synchronize()
         return flat, fault
 
     def _hand_over(self, flat: Tensor, bucket: Bucket, version: int, flush: bool, deadline: Deadline) -> str | None:
@@ -148,7 +153,9 @@ class HandleSender:
         async def update(server: ServerControl) -> None:
             await server.update_weights_from_tensor(handles, weight_version=version, flush_cache=flush)
 
-        _, failures = self._calls.ask([self._place.url], update, deadline.left())
+        # all ranks go on together: one silent server must leave time for the others' buckets
+        limit_s = max(min(POST_S, deadline.left()), deadline.left() / 4)
+        _, failures = self._calls.ask([self._place.url], update, limit_s)
         return failures.get(self._place.url)
 
     def _totals(self, seconds: dict[str, float]) -> StageTotals:
@@ -165,18 +172,25 @@ def make_place_group(all_places: Sequence[ServerPlace], timeout_s: float) -> dis
     return group
 
 
+def prepare_handles() -> None:
+    """Import what `serialized` needs of SGLang: not at the top, since only runs with shared GPUs have
+    it in the trainer, and not in a push, since it takes seconds."""
+    from sglang.srt.utils import MultiprocessingSerializer  # noqa: F401
+    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata  # noqa: F401
+
+    if torch.cuda.is_available():  # names devices by UUID: processes number visible devices differently
+        monkey_patch_torch_reductions()
+
+
 def serialized(flat: Tensor, bucket: Bucket) -> str:
     """Return a handle of a flat bucket as SGLang's route `update_weights_from_tensor` takes it.
 
     One per copy and bucket: torch pairs each export of a tensor with one release.
     """
-    # not at the top: only runs with hybrid_engine have SGLang in the trainer
     from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
-    if flat.is_cuda:  # names devices by UUID: processes number their visible devices differently
-        monkey_patch_torch_reductions()
     metadata = []
     start = 0
     for spec, shape in zip(bucket.specs, bucket.shapes, strict=True):

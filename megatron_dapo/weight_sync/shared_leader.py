@@ -9,7 +9,14 @@ from functools import partial
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.storage.lease import Holder, LeaseFolder
 from megatron_dapo.weight_sync.leader import ServerLeader
-from megatron_dapo.weight_sync.servers import ServerCalls, ServerControl, ServerMember, culprits, open_session
+from megatron_dapo.weight_sync.servers import (
+    PROBE_S,
+    ServerCalls,
+    ServerControl,
+    ServerMember,
+    culprits,
+    open_session,
+)
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
 
 log = logging.getLogger(__name__)
@@ -84,22 +91,30 @@ class SharedLeader(ServerLeader):
     def kill(self, why: Mapping[str, str]) -> None:
         """Have these servers (URL -> why) killed, and wait until their processes are gone.
 
-        Dead servers hold no memory. Raises WeightSyncError naming those not seen to end.
+        Dead servers hold no memory. Raises WeightSyncError naming those that still answer. A silent
+        one may have died with its supervisor: then the GPUs' free memory decides.
         """
+        missing = self._have_killed(why, Deadline(KILL_S))
+        alive, silent = self._calls.ask(missing, lambda server: server.weight_version(), PROBE_S)
+        if alive:
+            named = culprits({url: why[url] for url in alive})
+            raise WeightSyncError(f"servers neither sleep nor end within {KILL_S:g} s: {named}")
+        if silent:
+            log.warning("weight sync: nobody says that they ended: %s", culprits(silent))
+
+    def _have_killed(self, why: Mapping[str, str], deadline: Deadline) -> list[str]:
+        """Return the servers of these (URL -> why) not seen to end."""
         if not why:
-            return
+            return []
         log.warning("weight sync: killed: %s", culprits(why))
         lease = self._lease.write(Holder.MOVING, list(why))
-        deadline = Deadline(KILL_S)
-        while missing := set(why) - self._lease.gone(lease.turn):
-            if not deadline.left():
-                named = culprits({url: why[url] for url in sorted(missing)})
-                raise WeightSyncError(f"servers neither sleep nor end within {KILL_S:g} s: {named}")
+        while (missing := set(why) - self._lease.gone(lease.turn)) and deadline.left():
             time.sleep(_POLL_S)
         for url in why:
             self._released.pop(url, None)
             self._failed.pop(url, None)
         self._killed |= why
+        return sorted(missing)
 
     def give_to_trainer(self) -> None:
         """Note that the trainer may take the memory."""
@@ -121,7 +136,8 @@ class SharedLeader(ServerLeader):
         """Give the servers back all memory, and let them generate again; the others are killed."""
         _, failures = self._calls.ask(urls, _resume_all, self._at_least(deadline.left()))
         self.leave_out("resume", failures)
-        condemned = list(self._failed)
+        # now: a supervisor that misses this turn of the lease would leave them half awake
+        condemned = self._have_killed(dict(self._failed), Deadline(deadline.left() / 2))
         for record in (self._released, self._failed, self._killed):
             record.clear()
         self._lease.write(Holder.SERVERS, condemned)

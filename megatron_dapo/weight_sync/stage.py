@@ -146,7 +146,7 @@ class Comparer(Gatherer):
         for name, specs, tensors in self._samples(version):
             num_compared += 1
             # copies: the checksum reads through NumPy, which then holds the memory of a weight on the CPU
-            values = [tensor.to(self._device, copy=True) for tensor in whole(tensors)]
+            values = [tensor.to(self._device, copy=self._device.type == "cpu") for tensor in whole(tensors)]
             for url, ranks in sums.items():
                 if not self._is_equal(name, specs, values, ranks):
                     wrong.append(f"{name} on server {url}")

@@ -174,6 +174,15 @@ def test_a_rank_gets_defaults_for_its_gpu_and_keeps_the_users_settings(user_set,
     assert environment == user_set | expected
 
 
+def test_a_rank_that_hands_its_memory_to_servers_has_no_expandable_segments(monkeypatch):
+    """They cannot be exported by CUDA IPC (torch_memory_saver #36, slime #2188)."""
+    monkeypatch.setattr(sys, "path", [])
+    environment: dict[str, str] = {}
+    set_rank_defaults(environment, exports_memory=True)
+    assert not any("ALLOC_CONF" in name for name in environment)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_a_rank_has_its_defaults_before_it_imports_torch(tmp_path):
     """Under every launcher: its command for a rank sets them."""
     code = """
