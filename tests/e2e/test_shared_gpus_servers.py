@@ -127,9 +127,11 @@ async def generate(client: SGLangClient) -> Generation:
         return await client.generate([5, 6, 7], SamplingParams(max_new_tokens=8), timeout_s=60)
 
 
-def trainer_of(servers: Watched, model_path: Path, sizes: dict[str, int], world_size: int = 2) -> Ranks:
-    arguments = (free_port(), world_size, sizes, str(model_path), servers.overrides)
-    return Ranks(shared_rank_main, world_size, *arguments)
+def trainer_of(
+    servers: Watched, model_path: Path, sizes: dict[str, int], frozen: dict[str, int] | None = None
+) -> Ranks:
+    """Two ranks. frozen: URL -> process of a server that is stopped in the middle of a push."""
+    return Ranks(shared_rank_main, 2, free_port(), 2, sizes, str(model_path), servers.overrides, frozen or {})
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
@@ -151,11 +153,24 @@ def test_handles_bring_every_layouts_weights_bit_for_bit_to_servers_that_slept(m
                 assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {version}
 
 
-def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart(model_path, servers):
+def test_a_server_that_freezes_in_a_push_costs_the_others_nothing_but_time(model_path, servers):
+    """All ranks go on together, bucket after bucket."""
     if len(servers.urls) == 1:
-        survivors = 0
-    else:
-        survivors = 1
+        return  # there are no others
+    frozen, steady = servers.urls
+    with trainer_of(servers, model_path, {"tp": 2}, {frozen: servers.supervisor.pids()[0]}) as trainer:
+        trainer.order("open")
+        answers = trainer.order(1)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_servers == 1
+        assert set(asyncio.run(generate(servers.client(steady))).weight_versions) == {1}
+        servers.wait_healthy()  # killed and started again
+        answers = trainer.order(2)
+        assert answers[0][1].num_servers == 2, answers
+
+
+def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart(model_path, servers):
+    survivors = len(servers.urls) - 1
     with trainer_of(servers, model_path, {"tp": 2}) as trainer:
         trainer.order("open")
         servers.kill(0)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
 import psutil
 import torch
 
+from megatron_dapo import placement as placement_module
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.run import WeightSyncConfig
@@ -47,6 +49,25 @@ class DeadlyClient(SGLangClient):
             for process in [*server.children(recursive=True), server]:
                 process.kill()
         await answer
+
+
+class FreezingClient(SGLangClient):
+    """Stops its server, with all of its processes, at the second bucket of a push by handles.
+    `frozen`: URL -> process, once each."""
+
+    frozen: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, url: str, key: str | None) -> None:
+        super().__init__(url, key)
+        self._num_updates = 0
+
+    async def update_weights_from_tensor(self, *args: object, **kwargs: object) -> None:
+        self._num_updates += 1
+        if self._num_updates == 2 and (pid := self.frozen.pop(self.url, None)):
+            server = psutil.Process(pid)
+            for process in [*server.children(recursive=True), server]:
+                process.suspend()
+        await super().update_weights_from_tensor(*args, **kwargs)
 
 
 def changed(tensor: torch.Tensor, version: int) -> torch.Tensor:
@@ -95,9 +116,19 @@ def _built(
 
 
 def shared_rank_main(
-    rank: int, pipe: Connection, port: int, world_size: int, sizes: dict[str, int], path: str, overrides: list[str]
+    rank: int,
+    pipe: Connection,
+    port: int,
+    world_size: int,
+    sizes: dict[str, int],
+    path: str,
+    overrides: list[str],
+    frozen: dict[str, int],
 ) -> None:
-    """As `rank_main`, on the GPUs of the servers: between two pushes the rank's weights are parked."""
+    """As `rank_main`, on the GPUs of the servers: between two pushes the rank's weights are parked.
+    frozen: of FreezingClient."""
+    FreezingClient.frozen = dict(frozen)
+    placement_module.SGLangClient = FreezingClient
     model, layout, set_weights = _built(rank, port, world_size, sizes, path)
     config = load_config(None, overrides)
     placement = SharedGpus(config, layout, RunFolder.of(config.trainer), lambda phase: nullcontext())
