@@ -56,6 +56,7 @@ roundings of 6e-8."""
 
 
 _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*")
+_PHASES_OF_A_TURN = ("sleep", "park", "wake", "send")
 FREE_TOLERANCE_GB = 0.064
 """Free memory of a GPU may shrink by so much over the turns: a few blocks of the allocator."""
 
@@ -216,10 +217,10 @@ def shared_gpus(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus:
         if free and free[0] - min(free) > FREE_TOLERANCE_GB:
             raise Red(f"free memory shrinks from {free[0]:.3f} to {min(free):.3f} GB ({moment}): something keeps it")
         numbers |= {f"free_{moment}_gb": min(free)} if free else {}
-    for phase in ("sleep", "park", "wake", "send"):
-        numbers[f"{phase}_s"] = median(line[f"weight_sync/{phase}_s"] for line in lines)
-    seconds = numbers["sleep_s"] + numbers["push_s"]
-    return RungVerdict(f"{verdict.text}; a turn costs {seconds:.1f} s", numbers)
+    seconds = {phase: median(line[f"weight_sync/{phase}_s"] for line in lines) for phase in _PHASES_OF_A_TURN}
+    numbers |= {f"{phase}_s": each for phase, each in seconds.items()}
+    # the phase covers both ways
+    return RungVerdict(f"{verdict.text}; a turn costs {verdict.numbers['push_s']:.1f} s", numbers)
 
 
 def lost_servers(
