@@ -13,7 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.agreement import Agreement, Deadline
-from megatron_dapo.platform.device import device, free_bytes, free_cached_memory, is_gpu
+from megatron_dapo.platform.device import allocator_bytes, device, free_bytes, free_cached_memory, is_gpu, used_bytes
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
@@ -128,7 +128,7 @@ class SharedGpus:
         self._holder = Holder.SERVERS
         self._sleep_s = 0.0  # since the last push
         self._moved_bytes = 0  # likewise, to the host and back, of this rank
-        self._free: dict[str, int] = {}  # bytes of this rank's GPU: servers asleep, trainer parked
+        self._held: dict[str, int] = {}  # of this rank's GPU: name -> bytes
 
     def hold(self, source: WeightSource, roles: Sequence[Role | None]) -> None:
         self._parked = self._park(roles)
@@ -157,7 +157,7 @@ class SharedGpus:
             self._holder = Holder.MOVING
             self._agreement.leader("sleep", self._leader.sleep, Deadline(self._config.timeout_s))
             self._require_memory()
-            self._note_free("asleep")
+            self._note("asleep_used", used_bytes())
             self._agreement.leader("sleep", self._leader.give_to_trainer)
             self._agreement.each("restore", self._parked.restore)
             self._moved_bytes += self._parked.num_bytes
@@ -178,7 +178,7 @@ class SharedGpus:
         self._holder = Holder.SERVERS
         seconds = report.seconds | {"sleep": self._sleep_s, "park": report.seconds.get("park", 0.0) + parking_s}
         moved, self._moved_bytes, self._sleep_s = self._moved_bytes, 0, 0.0
-        return replace(report, seconds=seconds, moved_bytes=moved, free_bytes=dict(self._free))
+        return replace(report, seconds=seconds, moved_bytes=moved, held_bytes=dict(self._held))
 
     def close(self) -> None:
         if self._weights is not None:
@@ -190,11 +190,11 @@ class SharedGpus:
         self._parked.park_weights()
         free_cached_memory()
         self._moved_bytes += self._parked.num_bytes
-        self._note_free("parked")
+        self._note("parked_kept", allocator_bytes())
 
-    def _note_free(self, moment: str) -> None:
-        if (free := free_bytes()) is not None:
-            self._free[moment] = free
+    def _note(self, name: str, num_bytes: int | None) -> None:
+        if num_bytes is not None:
+            self._held[name] = num_bytes
 
     def _require_memory(self) -> None:
         """Wait until every GPU has the memory that its rank needs; kill servers that keep it."""

@@ -15,7 +15,7 @@ from megatron_dapo.config.schema.config import Config
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
-NUM_TURNS = 6  # of trainer and servers on the same GPUs: memory must be the same in each
+NUM_TURNS, NUM_GPU_TURNS = 6, 20  # of trainer and servers on the same GPUs: memory must be the same in each
 _ALL_TENSORS = 10_000
 _ENDLESS = 10_000  # steps of a run ended as soon as it has proved its point
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
@@ -113,10 +113,11 @@ def _shared_gpus(attempt: Attempt) -> RungVerdict:
     inputs = attempt.inputs
     sizes = inputs.sizes
     keys = (*_problems(attempt), f"weight_sync.verify_num_tensors={_ALL_TENSORS}", *sizes.sharing())
-    steps = f"trainer.total_training_steps={NUM_TURNS}"
+    num_turns = NUM_GPU_TURNS if sizes.num_gpus else NUM_TURNS
+    steps = f"trainer.total_training_steps={num_turns}"
     attempt.module("launch.local", *DEMO, *_small_run(inputs, "shared_gpus", *keys, steps))
-    lines = verdicts.records(inputs.run("shared_gpus").metrics, NUM_TURNS)
-    return verdicts.shared_gpus(lines, sizes.num_sharing, sizes.num_gpus > 0)
+    lines = verdicts.records(inputs.run("shared_gpus").metrics, num_turns)
+    return verdicts.shared_gpus(lines, sizes.num_sharing, sizes.resumed.num_ranks, sizes.num_gpus > 0)
 
 
 def _lost_servers(attempt: Attempt) -> RungVerdict:

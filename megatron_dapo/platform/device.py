@@ -63,6 +63,19 @@ def free_bytes() -> int | None:
     return None if ledger is None else ledger.free_bytes()
 
 
+def used_bytes() -> int | None:
+    """Return the bytes in use on this process's GPU, by whomever; None on a CPU."""
+    if not is_gpu():
+        return None
+    free, total = torch.cuda.mem_get_info(device())
+    return total - free
+
+
+def allocator_bytes() -> int | None:
+    """Return the bytes of the GPU that this process's allocator holds; None on a CPU."""
+    return torch.cuda.memory_reserved() if is_gpu() else None
+
+
 def free_cached_memory() -> None:
     """Give the GPU back what this process's allocator keeps for later, to be used by others."""
     if is_gpu():

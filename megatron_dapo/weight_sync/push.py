@@ -39,16 +39,16 @@ class SyncReport:
     num_verified: int
     moved_bytes: int = 0
     """On shared GPUs, of a rank's memory to the host and back, since the last push."""
-    free_bytes: Mapping[str, int] = field(default_factory=dict)
-    """On shared GPUs, moment -> free memory of rank 0's: servers asleep, trainer parked."""
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+    """On shared GPUs, of rank 0's: used with servers asleep, kept by the parked trainer."""
 
     def metrics(self, num_rejoins: int) -> dict[str, float]:
         """Return seconds per phase, how many servers have the weights, how many joined again
         (num_rejoins), and gigabytes moved."""
         servers = {"weight_sync/num_servers": float(self.num_servers), "weight_sync/num_rejoins": float(num_rejoins)}
         moved = {"weight_sync/moved_gb": self.moved_bytes / 1e9} if self.moved_bytes else {}
-        free = {f"weight_sync/free_{moment}_gb": free / 1e9 for moment, free in self.free_bytes.items()}
-        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers | moved | free
+        held = {f"weight_sync/{name}_gb": number / 1e9 for name, number in self.held_bytes.items()}
+        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers | moved | held
 
 
 class NothingPushed:

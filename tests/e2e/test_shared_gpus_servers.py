@@ -25,7 +25,7 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.e2e
 
 EVERYTHING = 10_000
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {}]
+LAYOUTS = [{"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {}]
 
 
 @pytest.fixture(scope="module")
@@ -183,3 +183,22 @@ def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart
         assert answers[0][1].num_servers == len(servers.urls)
         for url in servers.urls:
             assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {2}
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_handles_bring_a_mixtures_experts_from_all_ranks(mixture, sizes):
+    path, servers = mixture
+    with trainer_of(servers, path, sizes) as trainer:
+        trainer.order("open")
+        answers = trainer.order(1)
+        assert [status for status, _ in answers] == ["ok", "ok"], answers
+        assert answers[0][1].num_servers == 1 and answers[0][1].num_verified > 10
+        assert set(asyncio.run(generate(servers.client(servers.urls[0]))).weight_versions) == {1}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> Iterator[tuple[Path, Watched]]:
+    """A mixture of experts, and its server of two ranks."""
+    path = make_tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab=64, layers=2)
+    with started(path, tmp_path_factory.mktemp("server"), 1, 2) as watched:
+        yield path, watched

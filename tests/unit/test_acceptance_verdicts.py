@@ -131,21 +131,28 @@ LEFT_OUT = "WARNING weight sync: left out http://h:2; the push is repeated. Conn
 
 
 TURN = {f"weight_sync/{phase}_s": 1.0 for phase in ("sleep", "park", "wake", "send")}
-FREE = {"weight_sync/free_asleep_gb": 75.0, "weight_sync/free_parked_gb": 70.0}
+HELD = {"weight_sync/asleep_used_gb": 5.5, "weight_sync/parked_kept_gb": 0.25}
 
 
-def test_turns_on_the_same_gpus_must_leave_the_same_memory_free():
-    steady = SERVED | TURN | FREE
-    verdict = verdicts.shared_gpus([steady, steady | {"weight_sync/free_asleep_gb": 74.95}], 2, on_gpus=True)
-    assert verdict.numbers["free_asleep_gb"] == 74.95 and verdict.numbers["wake_s"] == 1.0
-    for name in FREE:
-        with pytest.raises(Red, match="something keeps it"):
-            verdicts.shared_gpus([steady, steady | {name: FREE[name] - 0.1}], 2, on_gpus=True)
-    with pytest.raises(Red, match="no step says"):
-        verdicts.shared_gpus([SERVED | TURN], 2, on_gpus=True)
-    assert "free_asleep_gb" not in verdicts.shared_gpus([SERVED | TURN], 2, on_gpus=False).numbers
+def test_turns_on_the_same_gpus_must_leave_each_other_the_same_memory():
+    steady = SERVED | TURN | HELD
+    verdict = verdicts.shared_gpus([steady, steady | {"weight_sync/asleep_used_gb": 5.55}], 2, 1, on_gpus=True)
+    assert verdict.numbers["asleep_used_gb"] == 5.55 and verdict.numbers["wake_s"] == 1.0
+    for name in HELD:
+        for later, words in (
+            (HELD[name] + 0.1, "something is kept"),
+            (50.0, "is 50.00, at most"),
+            (math.nan, "is nan"),
+        ):
+            with pytest.raises(Red, match=words):
+                verdicts.shared_gpus([steady, steady | {name: later}], 2, 1, on_gpus=True)
+    several = [steady | {"weight_sync/asleep_used_gb": 12.0}]
+    assert verdicts.shared_gpus(several, 2, 8, on_gpus=True)
+    with pytest.raises(Red, match="at most 6.5 was expected"):
+        verdicts.shared_gpus(several, 2, 1, on_gpus=True)
+    assert "parked_kept_gb" not in verdicts.shared_gpus([SERVED | TURN], 2, 2, on_gpus=False).numbers
     with pytest.raises(Red, match="1 of 2 servers"):
-        verdicts.shared_gpus([steady | {"weight_sync/num_servers": 1}], 2, on_gpus=True)
+        verdicts.shared_gpus([steady | {"weight_sync/num_servers": 1}], 2, 1, on_gpus=True)
 
 
 def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path):

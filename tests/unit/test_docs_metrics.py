@@ -15,7 +15,7 @@ MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
     "data/FILE/epoch",
     "weight_sync/PHASE_s",
-    "weight_sync/free_MOMENT_gb",
+    "weight_sync/HELD_gb",
     "perf/max_memory_allocated_gb/ppN",
     "perf/max_memory_reserved_gb/ppN",
 }
