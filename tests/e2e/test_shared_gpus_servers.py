@@ -185,7 +185,7 @@ def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart
             assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {2}
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "sp": True, "ep": 2}], ids=str)
 def test_handles_bring_a_mixtures_experts_from_all_ranks(mixture, sizes):
     path, servers = mixture
     with trainer_of(servers, path, sizes) as trainer:
