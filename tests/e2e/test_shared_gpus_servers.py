@@ -198,7 +198,8 @@ def test_handles_bring_a_mixtures_experts_from_all_ranks(mixture, sizes):
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> Iterator[tuple[Path, Watched]]:
-    """A mixture of experts, and its server of two ranks."""
-    path = make_tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab=64, layers=2)
+    """A mixture of experts, and its server of two ranks: each has 32 of an expert's 64 rows, since on
+    CPUs SGLang pads what is no multiple of 32."""
+    path = make_tiny(tmp_path_factory.mktemp("mixture"), "qwen3_moe", vocab=65, layers=2, hidden=128)
     with started(path, tmp_path_factory.mktemp("server"), 1, 2) as watched:
         yield path, watched
