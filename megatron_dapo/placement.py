@@ -217,7 +217,7 @@ class SharedGpus:
             )
 
     def _lack(self) -> str | None:
-        """Return what this rank's GPU lacks, in words; None if enough is free in time."""
+        """Return the shortage of this rank's GPU in words; None if enough is free in time."""
         needed = max(self._parked.needed_bytes(), self._least_bytes)
         deadline = Deadline(FREE_S)
         while (free := free_bytes()) is not None and free < needed:

@@ -51,7 +51,7 @@ class Holdings:
 
 
 def holdings(role: Role) -> Holdings:
-    """Return what the model holds now. The first optimizer step makes Adam's moments."""
+    """Return the model's present tensors. The first optimizer step makes Adam's moments."""
     weights = {
         f"{name} of chunk {number}": parameter
         for number, chunk in enumerate(role.model.chunks)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -129,6 +129,20 @@ def test_never_two_are_awake_on_a_gpu(shared):
     assert set(last) == {"gpu0", "gpu1"}
 
 
+@contextmanager
+def seen_servers() -> Iterator[list[RunServers]]:
+    """The servers that a launcher makes inside the block, as forks like its ranks."""
+    made: list[RunServers] = []
+    make = RunServers.of
+
+    def of(*arguments, **options) -> RunServers:
+        made.append(make(*arguments, **options))
+        return made[-1]
+
+    with mock.patch.object(RunServers, "of", of), forks(), mock.patch.dict(os.environ):
+        yield made
+
+
 ADAPTERS = ["actor_rollout_ref.model.lora_rank=4"]
 CRITIC = [
     "algorithm.adv_estimator=gae",
@@ -151,12 +165,6 @@ def test_when_the_last_server_is_lost_the_step_is_saved_and_a_second_start_goes_
     """Rescue and resume: the trainer's memory comes back for the save, and is restored before the
     first push."""
     run = RunFolder(tmp_path / "run")
-    made: list[RunServers] = []
-    make = RunServers.of
-
-    def of(*arguments, **options) -> RunServers:
-        made.append(make(*arguments, **options))
-        return made[-1]
 
     def kill_all() -> None:
         while not over.wait(0.02):
@@ -169,7 +177,7 @@ def test_when_the_last_server_is_lost_the_step_is_saved_and_a_second_start_goes_
     over = threading.Event()
     killer = threading.Thread(target=kill_all)
     limits = [f"{SERVER}.max_restarts=0", f"{SERVER}.startup_timeout_s=20"]
-    with mock.patch.object(RunServers, "of", of), forks(), mock.patch.dict(os.environ):
+    with seen_servers() as made:
         killer.start()
         try:
             assert main([*DEMO, *keys(data, run, 1000), *SHARED, *limits]) not in (0, SAVED_EXIT_CODE)
@@ -247,15 +255,8 @@ class Killer(threading.Thread):
 
 def test_a_server_killed_in_any_phase_costs_no_step(data, tmp_path):
     run = RunFolder(tmp_path / "run")
-    made: list[RunServers] = []
-    make = RunServers.of
-
-    def of(*arguments, **options) -> RunServers:
-        made.append(make(*arguments, **options))
-        return made[-1]
-
-    killer = Killer(run, made)
-    with mock.patch.object(RunServers, "of", of), forks(), mock.patch.dict(os.environ):
+    with seen_servers() as made:
+        killer = Killer(run, made)
         killer.start()
         try:
             code = main([*DEMO, *keys(data, run, 1000), *SHARED, f"{SERVER}.max_restarts=1000"])
