@@ -14,8 +14,11 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
+from tests import forked_servers
 from tests.forked_ranks import fork_server
 from tests.helpers import REPOSITORY
+
+forked_servers.own_nurseries()  # forks with servers share this process's
 
 
 class ForkedPopen:

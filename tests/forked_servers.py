@@ -6,24 +6,39 @@ command's arguments, environment and log, and a session of its own. The list of 
 nursery's command line and environment for it.
 """
 
+import atexit
+import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import IO, Any
 from unittest import mock
 
+from megatron_dapo.platform import cpu_ledger
 from megatron_dapo.servers import child_process
 from tests.helpers import REPOSITORY
 
 COMMAND = [sys.executable, "-m", "megatron_dapo.servers.keyed_sglang"]
-OF_ONE_SERVER = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
+NURSERIES = "TESTS_NURSERIES"
+"""Variable of the folder with the sockets of nurseries, and of the process that they end with. The
+first process with this module owns them; programs started by it, forks too, share them."""
+
+OF_ONE_SERVER = (
+    *("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", NURSERIES),
+    *("SGLANG_CPU_OMP_THREADS_BIND", cpu_ledger.FOLDER, cpu_ledger.GPUS, cpu_ledger.BYTES),
+)
 """Variables that differ. All others have to be as at the import of SGLang,
 since its modules read them."""
 
@@ -84,23 +99,55 @@ class ForkedServer:
 
 
 class ServerNursery:
-    """A process that forks servers (tests/server_nursery.py). It ends with this process."""
+    """A connection to a process that forks servers (tests/server_nursery.py). They end with this
+    process."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, "-m", "tests.server_nursery"]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = START(command, cwd=REPOSITORY, env=environment, start_new_session=True, **pipes)
+    def __init__(self, path: Path) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(path))
+        self._lines = connection.makefile("rw")
         self._lock = threading.Lock()
 
     def ask(self, *command: Any) -> Any:
         """Return the answer to a command."""
         with self._lock:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            self._lines.write(json.dumps(command) + "\n")
+            self._lines.flush()
+            return json.loads(self._lines.readline())
 
 
 @cache
 def nursery(variables: tuple[tuple[str, str], ...]) -> ServerNursery:
-    """Return the nursery with these variables."""
-    return ServerNursery(dict(variables))
+    """Return the nursery with these variables; it is started if there is none."""
+    own_nurseries()
+    folder, owner = os.environ[NURSERIES].split(":")
+    path = Path(folder) / hashlib.sha256(json.dumps(variables).encode()).hexdigest()[:16]
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _start_nursery(path, owner, dict(variables))
+    return ServerNursery(path)
+
+
+def _start_nursery(path: Path, owner: str, environment: Mapping[str, str]) -> None:
+    """Start it, and wait until it takes connections."""
+    command = [sys.executable, "-m", "tests.server_nursery", str(path), owner]
+    with path.with_suffix(".log").open("w") as log:  # nobody's output waits for its end
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        process = START(command, cwd=REPOSITORY, env=environment, start_new_session=True, **pipes)
+    while not path.exists():
+        assert process.poll() is None, path.with_suffix(".log").read_text()
+        time.sleep(0.02)
+
+
+def own_nurseries() -> None:
+    """Have this process own the nurseries if nobody does."""
+    if NURSERIES not in os.environ:
+        folder = tempfile.mkdtemp(prefix="nurseries-")
+        os.environ[NURSERIES] = f"{folder}:{os.getpid()}"
+        atexit.register(_remove, folder, os.getpid())
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a fork of it may end earlier
+        shutil.rmtree(folder, ignore_errors=True)
