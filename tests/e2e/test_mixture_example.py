@@ -1,13 +1,14 @@
-"""A mixture of experts learns the demo's task with replayed routing: the example as a user starts
-it, with fewer of its steps."""
+"""A mixture of experts learns the demo's task with replayed routing: the example with fewer of its
+steps."""
 
 import json
 from statistics import fmean
 
 import pytest
 
+from examples.arithmetic.mixture import DEMO, OVERRIDES
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import run_module
+from tests.forked_local import run_here
 
 pytestmark = pytest.mark.e2e
 
@@ -17,8 +18,7 @@ NUM_STEPS = 12
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("mixture") / "run"
-    overrides = (f"trainer.total_training_steps={NUM_STEPS}", f"trainer.run_dir={folder}")
-    run_module("examples.arithmetic.mixture", *overrides)
+    run_here(DEMO.run, *OVERRIDES, f"trainer.total_training_steps={NUM_STEPS}", f"trainer.run_dir={folder}")
     return [json.loads(line) for line in RunFolder(folder).metrics.read_text().splitlines()]
 
 
