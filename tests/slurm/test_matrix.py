@@ -11,15 +11,14 @@ classes share nothing: `make test` has several workers run them.
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from launch.local import main
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.helpers import REPOSITORY
+from tests.forked_local import run_here
 
 pytestmark = pytest.mark.slurm
 
@@ -108,9 +107,8 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
             "actor_rollout_ref.rollout.server_urls_file": "null",
             "trainer.replay": job.run_folder.batches,
         }
-        command = [sys.executable, "-m", "launch.local", "--config", job.attempt() / "config.yaml"]
         overrides = [f"{key}={value}" for key, value in on_one_machine.items()]
-        subprocess.run([*command, *overrides], cwd=REPOSITORY, check=True, timeout=300)
+        run_here(main, "--config", str(job.attempt() / "config.yaml"), *overrides)
         undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
         assert len(undisturbed) == 6
         for actual, expected in zip(job.metrics(), undisturbed, strict=True):
