@@ -22,7 +22,7 @@ from tests.tiny_models import CHARACTERS, SPECIAL_TOKENS, make_tiny
 
 pytestmark = pytest.mark.distributed
 
-NUM_LIVES, SEED, LONGEST = amount(8, 20), 3, 900
+NUM_LIVES, SEED, LONGEST = amount(6, 20), 3, 900
 N, SIZE, MAX_STALENESS = 3, 4, 2
 PROMPT_LENGTH, LIMIT = 4, 32  # tokens; a prompt is the number of its draw
 ZERO, EQUALS = (len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character in "0=")  # tokens

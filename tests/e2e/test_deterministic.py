@@ -24,7 +24,7 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS, NUM_GROUPS, N = 4, 4, 4
+NUM_STEPS, NUM_GROUPS, N = 4, 2, 4
 TIMED = ("time", "perf/", "weight_sync/", "val/seconds", "reward/wait_share", "rollout/seconds", "rollout/tokens_per_s",
          "rollout/slots_used", "rollout/servers_waiting", "rollout/kv_used")  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_two_runs_of_one_seed_are_equal_whatever_is_sampled_at_once(folder, unbr
     contents, metrics = content(finished(folder, "one_at_a_time", "actor_rollout_ref.rollout.max_concurrency=1"))
     assert contents == unbroken[0] and metrics == unbroken[1]
     samples = [sample for group in contents[: NUM_STEPS * NUM_GROUPS] for sample in group.samples]
-    assert len({tuple(sample.response_tokens) for sample in samples}) > 0.9 * len(samples) == 0.9 * 64
+    assert len({tuple(sample.response_tokens) for sample in samples}) > 0.9 * len(samples) == 0.9 * 32
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])

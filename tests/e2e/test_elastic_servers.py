@@ -1,5 +1,5 @@
-"""Servers dying during a run: 20 kills cost time, and no sample,
-in step with the trainer and ahead of it."""
+"""Servers dying during a run: kills cost time, and no sample, in step with the trainer and ahead of
+it."""
 
 from pathlib import Path
 
@@ -14,12 +14,13 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import Summary, closing_table, read_metrics
 from tests.elastic import Kills, StandIns, check_accounts, fingerprints, train
 from tests.forked_local import forks
+from tests.proofs import amount
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = {0: 15, 2: 30}  # max_staleness -> steps; with 2 every push is in flight
-NUM_KILLS, NUM_SERVERS = 20, 3
+NUM_STEPS = {0: amount(8, 15), 2: amount(15, 30)}  # max_staleness -> steps; with 2 every push is in flight
+NUM_KILLS, NUM_SERVERS = amount(8, 20), 3
 FIRST = 2  # steps before the kills, and after them, in which all servers are there, to compare with
 
 
@@ -84,7 +85,7 @@ def num_steps(config: Config) -> int:
 
 @pytest.fixture(scope="module")
 def run(config: Config, num_steps: int) -> RunFolder:
-    """20 kills; after the last step under test all servers are lost for good."""
+    """Kills; after the last step under test all servers are lost for good."""
     servers, kills = StandIns(NUM_SERVERS), Kills(NUM_KILLS, FIRST, num_steps - FIRST, longest_wait_s=2.0)
 
     def look(num_done: int) -> bool:
@@ -133,7 +134,7 @@ def test_the_metrics_tell_of_the_losses_and_the_report_of_what_they_cost(run, nu
     assert all(0 <= step["weight_sync/num_servers"] <= NUM_SERVERS for step in steps)
     assert sum(step["rollout/num_retries"] for step in steps) > 0
     num_rejoins = sum(step["weight_sync/num_rejoins"] for step in steps)
-    assert 5 <= num_rejoins <= NUM_KILLS  # several kills of one server between two pushes are one
+    assert NUM_KILLS / 4 <= num_rejoins <= NUM_KILLS  # several kills of one server between two pushes are one
     assert steps[0]["rollout/num_servers_current"] > NUM_SERVERS - 0.1
     assert min(step["rollout/num_servers_current"] for step in steps) < NUM_SERVERS - 0.1
     table = closing_table(Summary.of(steps))

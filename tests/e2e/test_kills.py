@@ -25,7 +25,7 @@ from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
-NUM_KILLS, NUM_RANKS, NUM_STEPS = amount(8, 30), 2, 1000
+NUM_KILLS, NUM_RANKS, NUM_STEPS = amount(5, 30), 2, 1000
 
 
 @pytest.fixture
