@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers import supervisor as supervisor_module
+from megatron_dapo.servers.child_process import ChildProcess
 from megatron_dapo.servers.run_servers import _of_reward_model
 from megatron_dapo.servers.server_health import HealthCheck, StartState
 from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
@@ -56,6 +57,11 @@ def made(tmp_path):
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid)  # the supervisor waits for its children: none is left as a zombie
+
+
+def runs(pid: int) -> bool:
+    """Whether it is alive, and no zombie."""
+    return is_alive(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_server_still_starting_when_the_trainer_is_due_is_killed_and_started_again_later(made, lease, caplog):
@@ -126,6 +132,28 @@ def test_a_condemned_server_is_killed_asleep_and_awake_and_each_time_is_a_restar
     assert "server-0 is given up" in caplog.text and not is_alive(again)
     now = lease.write(Holder.TRAINER)
     assert servers.check() and lease.gone(now.turn) == {url}, "one that is given up holds nothing at any turn"
+
+
+def test_condemned_servers_are_all_killed_before_one_is_waited_for(tmp_path, lease, monkeypatch):
+    """A server of a GPU takes seconds to die, and the trainer waits for all of them together."""
+    servers = supervisor(tmp_path, "ignores SIGTERM", "num_servers=3", overrides=[ON])
+    stop = ChildProcess.stop
+
+    def stop_when_all_are_dead(process: ChildProcess, grace_s: float) -> int:
+        assert eventually(lambda: not any(map(runs, pids))), "the others live while one is ended"
+        return stop(process, grace_s)
+
+    servers.start()
+    try:
+        servers.wait_healthy()
+        pids = servers.pids()
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildProcess, "stop", stop_when_all_are_dead)
+            now = lease.write(Holder.MOVING, servers.urls)
+            servers.check()
+        assert lease.gone(now.turn) == set(servers.urls)
+    finally:
+        servers.stop()
 
 
 def test_a_condemned_server_that_is_still_starting_is_killed_and_not_counted(made, lease, caplog):
@@ -224,6 +252,9 @@ class ImaginedProcess:
         return self.code
 
     def terminate(self) -> None:
+        self.stop(0.0)
+
+    def kill(self) -> None:
         self.stop(0.0)
 
     def pids(self) -> list[int]:
