@@ -3,7 +3,8 @@
 import os
 import signal
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +17,7 @@ from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers import supervisor as supervisor_module
 from megatron_dapo.servers.child_process import ChildProcess
+from megatron_dapo.servers.followed_lease import FollowedLease as FOLLOWED
 from megatron_dapo.servers.run_servers import _of_reward_model
 from megatron_dapo.servers.server_health import HealthCheck, StartState
 from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
@@ -305,9 +307,9 @@ def status_of(server: supervisor_module.SupervisedServer, check: HealthCheck, *_
     return 200 if server.current.process.is_ready else 503
 
 
-@settings(max_examples=60, deadline=None)
-@given(EVENTS)
-def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answers_name_the_gone_alone(events):
+def check_events(events: Sequence[tuple]) -> None:
+    """Live through the events: a server is started and asked with the lease alone, and answers name
+    the gone alone."""
     ImaginedProcess.all, ImaginedProcess.started_for, ImaginedProcess.holder = [], [], Holder.SERVERS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -341,3 +343,34 @@ def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answer
                 assert StartState.STARTING not in states or now.holder is Holder.MOVING
         assert set(ImaginedProcess.started_for) == {Holder.SERVERS}
         servers.stop()
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS)
+def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answers_name_the_gone_alone(events):
+    check_events(events)
+
+
+MUTANTS = {
+    "servers start without the lease": ("is_with_servers", property(lambda self: True)),
+    "the lease does not condemn": ("look", lambda self: FOLLOWED.look(self) and set()),
+    "starting servers hold memory beside the trainer": ("is_with_trainer", property(lambda self: False)),
+}
+EVENTFUL = [
+    *[("is ready", number) for number in range(NUM_SERVERS - 1)],
+    ("look",),
+    ("lease", Holder.MOVING, {1}),
+    ("lease", Holder.TRAINER, set()),
+    ("dies", 0),
+    ("look",),
+    ("lease", Holder.SERVERS, set()),
+]
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS.values()], ids=["as it is", *MUTANTS])
+def test_a_supervisor_that_breaks_a_rule_is_caught(monkeypatch, mutant):
+    if mutant:
+        monkeypatch.setattr(supervisor_module, "FollowedLease", type("Mutant", (FOLLOWED,), dict([mutant])))
+    caught = pytest.raises(AssertionError) if mutant else nullcontext()
+    with caught:
+        check_events(EVENTFUL)
