@@ -175,6 +175,13 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _checked_config(path: str | None, overrides: list[str], num_processes: int | None) -> Config:
     config = load_and_validate(path, overrides, num_processes=num_processes)
+    if shares_gpus(config) and ends.own_folder() is None:
+        # nobody renews the lease: servers would not start at an earlier run's, or sleep already
+        raise UserError(
+            "actor_rollout_ref.hybrid_engine is true, but torchrun, mpirun or a shell started this trainer apart from "
+            "its servers, which sleep and wake with it from their start on; use `python -m launch.local` or a Slurm "
+            "job (slurm/one_node.sh), or set hybrid_engine to false."
+        )
     if starts_servers(config):  # here they must run already
         raise UserError(
             "actor_rollout_ref.rollout.server_urls is empty; give the URLs of running servers, or server_urls_file, or "

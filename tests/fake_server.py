@@ -4,6 +4,7 @@ python fake_server.py HOST PORT BEHAVIOUR."""
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,8 @@ def main(host: str, port: str, behaviour: str) -> None:
         sys.exit("out of luck")
     if behaviour == "hangs":
         time.sleep(600)
+    if behaviour == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "has a child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         print(f"child {child.pid}", flush=True)

@@ -6,16 +6,18 @@ from operator import attrgetter
 
 from launch.acceptance import verdicts
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
-from launch.acceptance.server_kills import ServerKills
+from launch.acceptance.server_kills import KillAsleep, ServerKills
 from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC
 from launch.preflight.machine import REPOSITORY
 from megatron_dapo.checkpointing.folders import newest_first
+from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
 from megatron_dapo.config.schema.config import Config
 
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 MODEL = REPOSITORY / "examples" / "arithmetic" / "base"
 NUM_STEPS = 4
-NUM_TURNS, NUM_GPU_TURNS = 6, 20  # of trainer and servers on the same GPUs: memory must be the same in each
+# of trainer and servers on the same GPUs; in the last but one all servers die asleep
+NUM_TURNS, NUM_GPU_TURNS = 6, 22
 _ALL_TENSORS = 10_000
 _ENDLESS = 10_000  # steps of a run ended as soon as it has proved its point
 _KILLED_AFTER = 1  # its checkpoint is whole: later steps are trained again
@@ -114,9 +116,14 @@ def _shared_gpus(attempt: Attempt) -> RungVerdict:
     sizes = inputs.sizes
     keys = (*_problems(attempt), f"weight_sync.verify_num_tensors={_ALL_TENSORS}", *sizes.sharing())
     num_turns = NUM_GPU_TURNS if sizes.num_gpus else NUM_TURNS
-    steps = f"trainer.total_training_steps={num_turns}"
-    attempt.module("launch.local", *DEMO, *_small_run(inputs, "shared_gpus", *keys, steps))
-    lines = verdicts.records(inputs.run("shared_gpus").metrics, num_turns)
+    run = inputs.run("shared_gpus")
+    command = (*DEMO, *_small_run(inputs, run.path.name, *keys, f"trainer.total_training_steps={num_turns}"))
+    if sizes.num_gpus:  # on a CPU it means nothing; the same command without it is accepted below
+        segments = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+        attempt.module("launch.local", "--dry-run", *command, setting=segments, code=USER_ERROR_EXIT_CODE)
+    kill = KillAsleep(run, attempt.log, num_turns - 2)
+    attempt.module("launch.local", *command, meanwhile=kill.look)
+    lines = verdicts.records(run.metrics, num_turns)
     return verdicts.shared_gpus(lines, sizes.num_sharing, sizes.resumed.num_ranks, sizes.num_gpus > 0)
 
 

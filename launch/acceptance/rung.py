@@ -82,23 +82,27 @@ class Attempt:
         self._rung = rung
         self._deadline = time.monotonic() + rung.limit_s
 
-    def module(self, name: str, *arguments: str) -> None:
-        """Run `python -m NAME ARGUMENTS` to its end. Raises Red for a nonzero exit code, or at the
-        deadline."""
-        child = self._start(name, arguments)
+    def module(
+        self, name: str, *arguments: str, meanwhile: Callable[[], None] = lambda: None, setting: str = "", code: int = 0
+    ) -> None:
+        """Run `python -m NAME ARGUMENTS` to its end, and call `meanwhile` all the time. Raises Red for
+        another exit code, or at the deadline. setting: VARIABLE=value, added to its environment."""
+        child = self._start(name, arguments, setting)
         try:
-            while (code := child.poll()) is None:
+            while (ended := child.poll()) is None:
                 self._check(name)
-                time.sleep(_POLL_S)
+                for _ in range(round(_POLL_S / _WATCH_S)):
+                    meanwhile()
+                    time.sleep(_WATCH_S)
         finally:
             child.stop(_GRACE_S)
-        if code:
-            raise Red(f"{name} {exit_phrase(code)}")
+        if ended != code:
+            raise Red(f"{name} {exit_phrase(ended)}{f', not {code}, with {setting}' if setting else ''}")
 
     def module_killed(self, name: str, *arguments: str, when: Callable[[], bool]) -> None:
         """Run it until `when()`, then kill it and its descendants with SIGKILL. Raises Red if it
         ends before."""
-        child = self._start(name, arguments)
+        child = self._start(name, arguments, "")
         # at the child; each time it reads the list of all processes, and `when` has to be in time
         looks_again_at = 0.0
         try:
@@ -119,12 +123,13 @@ class Attempt:
         with self.log.open("a", encoding="utf-8") as log:
             log.write(text)
 
-    def _start(self, name: str, arguments: Sequence[str]) -> ChildProcess:
+    def _start(self, name: str, arguments: Sequence[str], setting: str) -> ChildProcess:
         command = [sys.executable, "-m", name, *arguments]
-        self.commands.append(shlex.join(["python", *command[1:]]))
+        self.commands.append(shlex.join([*filter(None, [setting]), "python", *command[1:]]))
         self.note(f"$ {self.commands[-1]}\n")
         path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        return ChildProcess(name, command, self.log, os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"})
+        more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | dict([setting.split("=", 1)] if setting else [])
+        return ChildProcess(name, command, self.log, os.environ | more)
 
     def _check(self, name: str) -> None:
         if self._stop and self._stop.received:

@@ -1,12 +1,15 @@
 """SIGKILL to servers of a run: to one until it died in a push of weights, then to another between
-two pushes."""
+two pushes; on shared GPUs to all asleep."""
 
+import os
 import re
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.acceptance.rung import Red, kill_family
+from megatron_dapo.storage.lease import Holder, LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import read_metrics
 
@@ -29,6 +32,32 @@ def was_left_out(trainer_log: Path, url: str) -> bool:
     at the start of a push, or dead after the last bucket, is left out in another way."""
     text = trainer_log.read_text(errors="replace") if trainer_log.exists() else ""
     return bool(re.search(rf"weight sync: left out [^;\n]*{re.escape(url)}[,;].*the push is repeated", text))
+
+
+@dataclass
+class KillAsleep:
+    """Kills all servers of a run on shared GPUs while the trainer has them, after some steps. Call
+    `look` continuously."""
+
+    run: RunFolder
+    program_log: Path
+    num_steps: int
+    are_killed: bool = False
+
+    def look(self) -> None:
+        """Kill them, if it is time for it."""
+        has_trainer = LeaseFolder(self.run.lease).read().holder is Holder.TRAINER
+        if self.are_killed or not has_trainer or not self.run.metrics.exists():
+            return
+        steps = [line for line in read_metrics(self.run.metrics) if "actor/loss" in line]
+        if len(steps) >= self.num_steps:
+            self.are_killed = True
+            text = self.program_log.read_text(errors="replace")
+            last_pids = dict(re.findall(r"(server-\d+) starts at \S+ \(pid (\d+)", text)).values()
+            for pid in map(int, last_pids):
+                os.kill(pid, signal.SIGSTOP)  # none wakes while others are killed
+            for pid in map(int, last_pids):
+                kill_family(pid)
 
 
 class ServerKills:

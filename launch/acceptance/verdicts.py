@@ -211,22 +211,27 @@ def servers(lines: Sequence[Mapping[str, float]], num_servers: int, on_gpus: boo
 
 
 def shared_gpus(lines: Sequence[Mapping[str, float]], num_servers: int, num_ranks: int, on_gpus: bool) -> RungVerdict:
-    """Judge a run whose servers share its GPUs: as `servers`, and while one side trains or samples
-    the other holds little, and the same in each turn but for GROWTH_GB."""
-    verdict = servers(lines, num_servers, on_gpus)
+    """Judge a run whose servers share its GPUs, all killed asleep in the last step but one: all other
+    pushes as `servers`. While one side trains or samples the other holds little, and before the
+    kill the same in each turn but for GROWTH_GB."""
+    *quiet, without, _ = lines
+    if left := without["weight_sync/num_servers"]:
+        raise Red(f"after step {without['step']} {left:g} servers held the weights: not all died asleep")
+    verdict = servers([line for line in lines if line is not without], num_servers, on_gpus)
     numbers = dict(verdict.numbers)
     bounds = {"asleep_used": ASLEEP_GB + (RANK_GB if num_ranks == 1 else RANKS_GB), "parked_kept": PARKED_GB}
     for name, bound in bounds.items() if on_gpus else ():
         held = [line.get(f"weight_sync/{name}_gb", nan) for line in lines]
         if (worst := next((each for each in held if not each <= bound), None)) is not None:
             raise Red(f"weight_sync/{name}_gb is {worst:.2f}, at most {bound:g} was expected")
-        if max(held) - held[0] > GROWTH_GB:
-            raise Red(f"weight_sync/{name}_gb grows from {held[0]:.3f} to {max(held):.3f}: something is kept")
+        if (most := max(held[: len(quiet)])) - held[0] > GROWTH_GB:
+            raise Red(f"weight_sync/{name}_gb grows from {held[0]:.3f} to {most:.3f}: something is kept")
         numbers[f"{name}_gb"] = max(held)
-    seconds = {phase: median(line[f"weight_sync/{phase}_s"] for line in lines) for phase in _PHASES_OF_A_TURN}
+    seconds = {phase: median(line[f"weight_sync/{phase}_s"] for line in quiet) for phase in _PHASES_OF_A_TURN}
     numbers |= {f"{phase}_s": each for phase, each in seconds.items()}
     # the phase covers both ways
-    return RungVerdict(f"{verdict.text}; a turn costs {verdict.numbers['push_s']:.1f} s", numbers)
+    turn = f"a turn costs {verdict.numbers['push_s']:.1f} s; servers killed asleep came back"
+    return RungVerdict(f"{verdict.text}; {turn}", numbers)
 
 
 def lost_servers(

@@ -112,12 +112,7 @@ class ChildProcess:
         self.terminate()
         if self.wait(grace_s) is None:
             log.warning("%s (pid %d) did not end within %.0f s of SIGTERM; it is killed", self.name, self.pid, grace_s)
-        self._learn_family()
-        for process in self._family:
-            try:
-                process.kill()  # psutil compares creation times: a pid used again is not hit
-            except psutil.NoSuchProcess:
-                continue
+        self.kill()
         code = self._process.wait()
         deadline = time.monotonic() + _DEATH_S
         while any(map(_is_alive, self._family)) and time.monotonic() < deadline:
@@ -125,6 +120,15 @@ class ChildProcess:
         if alive := [process.pid for process in self._family if _is_alive(process)]:
             log.warning("%s: pids %s live %.0f s after SIGKILL", self.name, alive, _DEATH_S)
         return code
+
+    def kill(self) -> None:
+        """Send SIGKILL to it and its descendants; do not wait for their death."""
+        self._learn_family()
+        for process in self._family:
+            try:
+                process.kill()  # psutil compares creation times: a pid used again is not hit
+            except psutil.NoSuchProcess:
+                continue
 
     def describe_end(self) -> str:
         """Return its end, the place of its log, and the log's last lines."""

@@ -208,11 +208,13 @@ class ServerSupervisor:
             StartState.STARTING: self._check_start,
             StartState.WORKING: self._check_work,
         }
-        condemned = self._lease.look()
+        urls = self._lease.look()
+        condemned = [(server, current) for server, current in running if server.url in urls]
+        for _, current in condemned:
+            current.process.kill()  # all of them, before the first is waited for
         try:
-            for server, current in running:
-                if server.url in condemned:
-                    self._kill_condemned(server, current)
+            for server, current in condemned:
+                self._end_condemned(server, current)
             healthy = all([checks[server.state](server, current) for server, current in self._running()])
         finally:
             self._answer_lease()
@@ -248,7 +250,7 @@ class ServerSupervisor:
         gone = [server.url for server in self._servers if server.is_gone()]
         self._lease.answer(gone, for_good=not self._running())
 
-    def _kill_condemned(self, server: SupervisedServer, current: ServerStart) -> None:
+    def _end_condemned(self, server: SupervisedServer, current: ServerStart) -> None:
         if server.state is StartState.STARTING:
             self._put_off(server, current)
         elif server.state is StartState.WORKING:

@@ -90,7 +90,7 @@ class ShardedModel:
 # ------------------------------------------------------------------------------------ trainer ranks
 
 
-def _layout(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
+def layout_of(rank: int, tp: int, pp: int, dp: int) -> ParallelLayout:
     """Megatron's order of ranks: tensor, then data, then pipeline."""
     tp_rank, dp_rank, pp_rank = rank % tp, rank // tp % dp, rank // (tp * dp)
     tp_groups = [dist.new_group(list(range(start, start + tp))) for start in range(0, tp * pp * dp, tp)]
@@ -146,7 +146,7 @@ def _sharded_rank(
         rank=rank,
         timeout=timedelta(seconds=WAIT_S),
     )
-    model = ShardedModel(_layout(rank, *sizes), num_large)
+    model = ShardedModel(layout_of(rank, *sizes), num_large)
     if rank == odd_rank:
         model.specs = lambda: model_specs(model.layout.pp_rank, model.layout.pp)[::-1]
 

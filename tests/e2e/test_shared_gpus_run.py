@@ -86,6 +86,9 @@ def test_its_weights_are_those_of_the_same_batches_on_gpus_of_their_own(shared, 
     """The replay trains on the recorded batches, without a server: nothing sleeps or is parked."""
     replayed = RunFolder(tmp_path / "replayed")
     run_here(main, *DEMO, "--replay", str(shared.batches), *keys(data, replayed, NUM_STEPS))
+    for in_turns, split in zip(trained(shared), trained(replayed), strict=True):
+        for name in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+            assert in_turns[name] == split[name], f"{name} of step {split['step']}"
     for name in ("model.safetensors",):
         assert (shared.model / name).read_bytes() == (replayed.model / name).read_bytes()
 
@@ -127,6 +130,16 @@ def test_never_two_are_awake_on_a_gpu(shared):
     assert check_never_two_awake(held(shared.ledger)) > 2 * 8 * NUM_STEPS
     last = {gpu: now for gpu, now in held(shared.ledger)}
     assert set(last) == {"gpu0", "gpu1"}
+
+
+@pytest.mark.parametrize("holder", ["trainer", "server"])
+def test_one_that_keeps_its_memory_is_seen_in_the_accounts(shared, holder, tmp_path):
+    for path in shared.ledger.glob("*.jsonl"):
+        entries = map(json.loads, path.read_text().splitlines())
+        kept = [entry for entry in entries if entry["bytes"] > 0 or entry["holder"] != holder]
+        (tmp_path / path.name).write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+    with pytest.raises(AssertionError, match="beside"):
+        check_never_two_awake(held(tmp_path))
 
 
 @contextmanager

@@ -128,9 +128,9 @@ async def generate(client: SGLangClient) -> Generation:
 
 
 def trainer_of(
-    servers: Watched, model_path: Path, sizes: dict[str, int], frozen: dict[str, int] | None = None
+    servers: Watched, model_path: Path, sizes: dict[str, int], frozen: dict[str, int | None] | None = None
 ) -> Ranks:
-    """Two ranks. frozen: URL -> process of a server that is stopped in the middle of a push."""
+    """Two ranks. frozen: of FreezingClient."""
     return Ranks(shared_rank_main, 2, free_port(), 2, sizes, str(model_path), servers.overrides, frozen or {})
 
 
@@ -183,6 +183,15 @@ def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart
         assert answers[0][1].num_servers == len(servers.urls)
         for url in servers.urls:
             assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {2}
+
+
+def test_a_bucket_that_was_not_sent_is_found_before_anybody_samples(model_path, servers):
+    """The server confirms the version; the rest of its memory is what it woke with. The run is
+    over, so this comes last."""
+    with trainer_of(servers, model_path, {"tp": 2}, {servers.urls[0]: None}) as trainer:
+        trainer.order("open")
+        for status, _ in trainer.order(1):
+            assert "version 1 differs from the trainer's weights" in status
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "sp": True, "ep": 2}], ids=str)

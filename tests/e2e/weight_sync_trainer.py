@@ -53,9 +53,9 @@ class DeadlyClient(SGLangClient):
 
 class FreezingClient(SGLangClient):
     """Stops its server, with all of its processes, at the second bucket of a push by handles.
-    `frozen`: URL -> process, once each."""
+    `frozen`: URL -> process, once each; without a process the bucket is not sent."""
 
-    frozen: ClassVar[dict[str, int]] = {}
+    frozen: ClassVar[dict[str, int | None]] = {}
 
     def __init__(self, url: str, key: str | None) -> None:
         super().__init__(url, key)
@@ -63,7 +63,9 @@ class FreezingClient(SGLangClient):
 
     async def update_weights_from_tensor(self, *args: object, **kwargs: object) -> None:
         self._num_updates += 1
-        if self._num_updates == 2 and (pid := self.frozen.pop(self.url, None)):
+        if self._num_updates == 2 and self.url in self.frozen:
+            if (pid := self.frozen.pop(self.url)) is None:
+                return
             server = psutil.Process(pid)
             for process in [*server.children(recursive=True), server]:
                 process.suspend()
@@ -123,7 +125,7 @@ def shared_rank_main(
     sizes: dict[str, int],
     path: str,
     overrides: list[str],
-    frozen: dict[str, int],
+    frozen: dict[str, int | None],
 ) -> None:
     """As `rank_main`, on the GPUs of the servers: between two pushes the rank's weights are parked.
     frozen: of FreezingClient."""

@@ -180,9 +180,9 @@ class TestNodesAreTakenAway:
 
 
 class TestAChainOfTwoJobs:
-    """In the first one a reward worker hangs on the first response, and after two steps its time is
-    nearly up. In the second the server is killed, and then a trainer rank on the second of two
-    nodes."""
+    """In the first one trainer and servers share a node's GPUs, a reward worker hangs on the first
+    response, and after two steps its time is nearly up. The second has a node for the server, which
+    is killed, and then a trainer rank on the second of two nodes."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -195,15 +195,21 @@ class TestAChainOfTwoJobs:
             f"reward.kwargs={hung}",
             "reward.timeout_s=2",
         )
-        flags = ("--job-name=chain", "--dependency=singleton", "--nodes=3")
-        nodes = {"TRAINER_NODES": "2", "RANKS_PER_NODE": "1"}
-        return [cluster.submit("chain", *overrides, flags=flags, REQUEUE="off", **nodes) for _ in range(2)]
+        shared = ("actor_rollout_ref.hybrid_engine=true", f"{SERVER}.num_servers=2")
+        flags = ("--job-name=chain", "--dependency=singleton")
+        on_one, apart = {"SERVER_NODES": "0"}, {"TRAINER_NODES": "2", "RANKS_PER_NODE": "1"}
+        return [
+            cluster.submit("chain", *overrides, *more, flags=(*flags, f"--nodes={nodes}"), REQUEUE="off", **roles)
+            for more, nodes, roles in ((shared, 1, on_one), ((), 3, apart))
+        ]
 
     def test_a_reward_worker_that_hangs_costs_one_sample(self, chain):
         first, second = chain
         first.wait_for_steps(2)
         assert [line["reward/num_timeouts"] for line in first.metrics()[:2]] == [1, 0]
         assert "timeout" in first.attempt_log(0, "controller")
+        for line in first.metrics():
+            assert line["weight_sync/num_servers"] == 2 and line["weight_sync/moved_gb"] > 0, "they took turns"
         assert second.fact("JobState") == "PENDING"
 
     def test_near_its_time_limit_a_job_saves_and_the_next_one_goes_on(self, chain):

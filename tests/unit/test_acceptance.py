@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import launch.acceptance.__main__ as command
+from launch import local
 from launch.acceptance.__main__ import climb, main
 from launch.acceptance.ladder import LADDER
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung, RungVerdict
-from launch.acceptance.server_kills import ServerKills, was_left_out
+from launch.acceptance.server_kills import KillAsleep, ServerKills, was_left_out
 from launch.acceptance.sizes import Layout, Sizes, measured, sizes_of
 from launch.preflight.machine import REPOSITORY
 from launch.preflight.nodes import NodeFinding
@@ -24,6 +25,7 @@ from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.config.derived import num_optimizer_steps_per_rollout_step
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.storage.lease import Holder, LeaseFolder
 
 pytestmark = pytest.mark.unit
 
@@ -167,6 +169,22 @@ def test_a_program_that_ends_before_it_is_killed_shows_nothing(inputs, modules):
         Attempt(rung("a"), inputs).module_killed("short", when=lambda: False)
 
 
+def test_a_program_must_refuse_a_setting_that_it_must_not_have(inputs, modules):
+    (modules / "refusing.py").write_text("import os, sys; sys.exit({'red': 2}.get(os.environ['COLOUR'], 0))")
+    attempt = Attempt(rung("a"), inputs)
+    attempt.module("refusing", "--it", setting="COLOUR=red", code=2)
+    assert attempt.commands == ["COLOUR=red python -m refusing --it"]
+    with pytest.raises(Red, match="refusing ended with exit code 0, not 2, with COLOUR=blue"):
+        attempt.module("refusing", setting="COLOUR=blue", code=2)
+
+
+def test_something_is_done_while_a_program_runs(inputs, modules):
+    (modules / "waiting.py").write_text(
+        f"import pathlib, time\nwhile not pathlib.Path({str(modules / 'go')!r}).exists(): time.sleep(0.01)"
+    )
+    Attempt(rung("a"), inputs).module("waiting", meanwhile=(modules / "go").touch)
+
+
 JOINED = "init custom process group: rank=2\n"
 LEFT_OUT = "weight sync: left out http://h:1; the push is repeated. send: ConnectionError\n"
 
@@ -268,6 +286,25 @@ def test_a_server_that_outlived_its_push_is_killed_again_when_it_is_back_until_o
     assert lost.ask() == [False, True] and lost.urls()[2:] == ["http://h:0"]
 
 
+def test_all_servers_are_killed_asleep_after_the_steps(lost):
+    """Nothing dies while servers or memory are on the way."""
+    lease = LeaseFolder(lost.run.lease)
+    kill = KillAsleep(lost.run, lost.log, num_steps=2)
+    lost.start(0)
+    lost.start(1)
+    for num_steps, holder in ((1, Holder.TRAINER), (2, Holder.MOVING), (2, Holder.SERVERS), (2, Holder.TRAINER)):
+        assert not kill.are_killed
+        records = [{"step": 0, "val/accuracy": 1}, *({"step": 1 + i, "actor/loss": 0.5} for i in range(num_steps))]
+        lost.run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        lease.write(holder)
+        kill.look()
+    assert kill.are_killed
+    assert [server.wait(10) for server in lost.servers.values()] == 2 * [-signal.SIGKILL]
+    lost.start(0)
+    kill.look()
+    assert lost.servers[0].poll() is None, "once"
+
+
 def test_a_server_died_in_a_push_only_if_that_was_repeated_without_it(tmp_path):
     log = tmp_path / "trainer-rank-0.log"
     assert not was_left_out(log, "http://h:1")
@@ -309,9 +346,13 @@ class RecordingAttempt:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+        self.log = inputs.folder / "a.log"
         self.arguments: list[tuple[str, ...]] = []
 
-    def module(self, name: str, *arguments: str) -> None:
+    def module(self, name: str, *arguments: str, meanwhile=None, setting: str = "", code: int = 0) -> None:
+        if setting:
+            self.refused = (arguments, setting, code)
+            return
         self.arguments.append(arguments)
         if name == "launch.preflight":
             finding = asdict(NodeFinding("n1", "all-reduce", "300 GB/s"))
@@ -321,15 +362,31 @@ class RecordingAttempt:
         self.arguments.append(arguments)
 
 
-def climbed(name: str, inputs: Inputs) -> list[tuple[str, ...]]:
-    """Return the arguments of the programs of a rung, which gets no further than its first file."""
+def recorded(name: str, inputs: Inputs) -> RecordingAttempt:
+    """Climb a rung, which gets no further than its first file."""
     (rung,) = [rung for rung in LADDER if rung.name == name]
     attempt = RecordingAttempt(inputs)
     try:
         rung.climb(attempt)
     except (OSError, Red):
         assert name != "node"
-    return attempt.arguments
+    return attempt
+
+
+def climbed(name: str, inputs: Inputs) -> list[tuple[str, ...]]:
+    """Return the arguments of the programs of a rung."""
+    return recorded(name, inputs).arguments
+
+
+def test_the_command_with_expandable_segments_is_refused_where_there_is_a_gpu(inputs, tmp_path, monkeypatch, capsys):
+    """It ends as the rung wants it, on a machine with a driver; the rung of a CPU has none."""
+    assert not hasattr(recorded("shared_gpus", inputs), "refused")
+    arguments, setting, code = recorded("shared_gpus", replace(inputs, sizes=sizes_of(1))).refused
+    (tmp_path / "version").touch()
+    monkeypatch.setattr(nvidia_driver, "VERSION_FILE", tmp_path / "version")
+    monkeypatch.setenv(*setting.split("="))
+    assert local.main([*arguments]) == code == 2
+    assert f"{setting.replace('=', ' is ')}, but with" in capsys.readouterr().err
 
 
 def test_gpus_of_one_node_must_add_faster_than_they_could_without_nvlink(inputs):

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -130,14 +131,24 @@ def test_servers_must_have_the_weights_and_agree(change, words):
 LEFT_OUT = "WARNING weight sync: left out http://h:2; the push is repeated. ConnectionError: reset\n"
 
 
+SENT = "weight_sync/send_s"
 TURN = {f"weight_sync/{phase}_s": 1.0 for phase in ("sleep", "park", "wake", "send")}
 HELD = {"weight_sync/asleep_used_gb": 5.5, "weight_sync/parked_kept_gb": 0.25}
 
 
-def test_turns_on_the_same_gpus_must_leave_each_other_the_same_memory():
+def turns(*changes: dict) -> list[dict]:
+    """Two quiet steps, one in which all servers die asleep, and one with all of them again. changes:
+    of the first steps."""
     steady = SERVED | TURN | HELD
-    verdict = verdicts.shared_gpus([steady, steady | {"weight_sync/asleep_used_gb": 5.55}], 2, 1, on_gpus=True)
-    assert verdict.numbers["asleep_used_gb"] == 5.55 and verdict.numbers["wake_s"] == 1.0
+    nobody = {name: value for name, value in steady.items() if name not in ("weight_sync/verify_s", SENT)}
+    lines = [steady, steady, nobody | {"weight_sync/num_servers": 0}, steady]
+    return [line | dict(change) for line, change in zip_longest(lines, changes, fillvalue={})]
+
+
+def test_turns_on_the_same_gpus_must_leave_each_other_the_same_memory():
+    asleep, _ = HELD
+    verdict = verdicts.shared_gpus(turns({}, {asleep: 5.55}, {asleep: 5.6}, {asleep: 5.6}), 2, 1, on_gpus=True)
+    assert verdict.numbers["asleep_used_gb"] == 5.6 and verdict.numbers["wake_s"] == 1.0
     for name in HELD:
         for later, words in (
             (HELD[name] + 0.1, "something is kept"),
@@ -145,14 +156,24 @@ def test_turns_on_the_same_gpus_must_leave_each_other_the_same_memory():
             (math.nan, "is nan"),
         ):
             with pytest.raises(Red, match=words):
-                verdicts.shared_gpus([steady, steady | {name: later}], 2, 1, on_gpus=True)
-    several = [steady | {"weight_sync/asleep_used_gb": 12.0}]
+                verdicts.shared_gpus(turns({}, {name: later}), 2, 1, on_gpus=True)
+        with pytest.raises(Red, match="at most"):
+            verdicts.shared_gpus(turns({}, {}, {}, {name: 50.0}), 2, 1, on_gpus=True)
+    several = turns(*4 * [{asleep: 12.0}])
     assert verdicts.shared_gpus(several, 2, 8, on_gpus=True)
     with pytest.raises(Red, match="at most 6.5 was expected"):
         verdicts.shared_gpus(several, 2, 1, on_gpus=True)
-    assert "parked_kept_gb" not in verdicts.shared_gpus([SERVED | TURN], 2, 2, on_gpus=False).numbers
-    with pytest.raises(Red, match="1 of 2 servers"):
-        verdicts.shared_gpus([steady | {"weight_sync/num_servers": 1}], 2, 1, on_gpus=True)
+    on_cpu = [{name: value for name, value in line.items() if name not in HELD} for line in turns()]
+    assert "parked_kept_gb" not in verdicts.shared_gpus(on_cpu, 2, 2, on_gpus=False).numbers
+
+
+def test_servers_killed_asleep_miss_one_push_and_are_back_in_the_next():
+    assert "killed asleep" in verdicts.shared_gpus(turns(), 2, 1, on_gpus=True).text
+    for step, count, words in ((0, 1, "after step 1 1 of 2"), (2, 1, "not all died asleep"), (3, 0, "0 of 2")):
+        changes = [{}, {}, {}, {}]
+        changes[step] = {"weight_sync/num_servers": count}
+        with pytest.raises(Red, match=words):
+            verdicts.shared_gpus(turns(*changes), 2, 1, on_gpus=True)
 
 
 def test_a_server_must_have_died_in_a_push_and_the_others_have_gone_on(tmp_path):

@@ -3,7 +3,10 @@
 import pytest
 
 from launch.mpi import Interface, RankVariables, check_world, shared_interfaces
+from megatron_dapo.__main__ import main
+from megatron_dapo.common.ends import FOLDER_VARIABLE
 from megatron_dapo.common.errors import UserError
+from tests.unit.test_cli import sound_config
 
 pytestmark = pytest.mark.unit
 
@@ -51,6 +54,18 @@ def test_the_variables_are_torchruns():
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "20000",
     }
+
+
+def test_servers_started_apart_from_the_trainer_cannot_share_its_gpus(tmp_path, monkeypatch, capsys):
+    """They would meet the lease of an earlier start, or a second trainer servers asleep already."""
+    config = sound_config(tmp_path)
+    servers = ["actor_rollout_ref.rollout.server_urls=[http://n1:1]", "actor_rollout_ref.hybrid_engine=true"]
+    for name in ("RANK", "WORLD_SIZE", FOLDER_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--config", str(config), *servers]) == 2, "the program of launch.mpi and of torchrun"
+    shown = capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert "actor_rollout_ref.hybrid_engine is true, but torchrun, mpirun" in shown and "launch.local" in shown
 
 
 def bridge() -> Interface:

@@ -3,8 +3,10 @@ happen."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.storage.lease import Holder, LeaseFolder
 from megatron_dapo.weight_sync import shared_leader
+from megatron_dapo.weight_sync.leader import ServerLeader
 from megatron_dapo.weight_sync.servers import ServerCalls
 from megatron_dapo.weight_sync.shared_leader import REST, WEIGHTS, SharedLeader
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
@@ -199,44 +202,87 @@ def test_without_a_supervisor_the_server_awake_is_named(tmp_path, monkeypatch):
     world.calls.close()
 
 
-step = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from(CALLS), st.booleans()), max_size=3, unique_by=lambda fault: fault[:2]
-)
+Step = tuple[Sequence[tuple[int, str, bool]], Sequence[tuple[int, str, bool]], Collection[int]]
+"""Faults while servers fall asleep (number, call, whether it obeys), others during the push, and
+servers killed from outside in between."""
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(step, step, st.sets(st.integers(0, 1))), min_size=1, max_size=4))
-def test_whatever_call_fails_no_living_server_gets_a_deadly_one(tmp_path_factory, steps):
-    """Each step has faults while servers fall asleep, others during the push, and servers killed
-    from outside in between."""
-    world = World(tmp_path_factory.mktemp("world"), 2)
+def check_steps(world: World, steps: Sequence[Step]) -> None:
+    """Live through the steps: no living server holds memory or lacks it at the wrong time, or gets a
+    call that ends it."""
     servers = list(world.servers.values())
 
-    def set_faults(faults) -> None:
+    def set_faults(faults: Sequence[tuple[int, str, bool]]) -> None:
         for server in servers:
             server.fails = {}
         for number, name, obeys in faults:
             servers[number].fails[name] = obeys
 
+    for version, (sleeping, pushing, killed) in enumerate(steps, 1):
+        set_faults(sleeping)
+        world.leader.sleep(Deadline(0.4))  # patience with one that may be starting: half
+        for server in servers:
+            assert server.is_dead or server.released == ALL, "it holds memory while the trainer trains"
+        world.leader.give_to_trainer()
+        for number in killed:
+            servers[number].is_dead = True
+        set_faults(pushing)
+        world.push(version)
+        world.look()
+        for server in servers:
+            assert server.is_dead or (not server.released and server.version == version)
+            if server.is_dead:  # as its supervisor does when servers have the GPUs
+                server.restart()
+    assert not [death for server in servers for death in server.deaths]
+
+
+fault = st.tuples(st.integers(0, 1), st.sampled_from(CALLS), st.booleans())
+faults = st.lists(fault, max_size=3, unique_by=lambda one: one[:2])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(faults, faults, st.sets(st.integers(0, 1))), min_size=1, max_size=4))
+def test_whatever_call_fails_no_living_server_gets_a_deadly_one(tmp_path_factory, steps):
+    world = World(tmp_path_factory.mktemp("world"), 2)
     try:
-        for version, (sleeping, pushing, killed) in enumerate(steps, 1):
-            set_faults(sleeping)
-            world.leader.sleep(Deadline(0.4))  # patience with one that may be starting: half
-            for server in servers:
-                assert server.is_dead or server.released == ALL, "it holds memory while the trainer trains"
-            world.leader.give_to_trainer()
-            for number in killed:
-                servers[number].is_dead = True
-            set_faults(pushing)
-            world.push(version)
-            world.look()
-            for server in servers:
-                assert server.is_dead or (not server.released and server.version == version)
-                if server.is_dead:  # as its supervisor does when servers have the GPUs
-                    server.restart()
-        assert not [death for server in servers for death in server.deaths]
+        check_steps(world, steps)
     finally:
         world.close()
+
+
+WOKEN = SharedLeader.pause
+
+
+def pause_with_the_trainers_lease(self, lost, deadline):
+    with mock.patch.object(LeaseFolder, "write"):
+        return WOKEN(self, lost, deadline)
+
+
+async def release_at_once(self, server):
+    await server.release_memory(sorted(ALL))
+
+
+MUTANTS = {
+    "a server left out of a push is told to continue": {"_resume_meanwhile": ServerLeader._resume_meanwhile},
+    "one that does not fall asleep is left alive": {"kill": lambda self, why: None},
+    "one that runs is told to release": {"_fall_asleep": release_at_once},
+    "servers wake while the trainer has the GPUs": {"pause": pause_with_the_trainers_lease},
+}
+EVENTFUL: list[Step] = [
+    ([], [(1, "resume_memory", False)], []),
+    ([(0, "release_memory", False)], [], []),
+    ([], [], [1]),
+    ([], [], []),
+]
+
+
+@pytest.mark.parametrize("changes", [{}, *MUTANTS.values()], ids=["as it is", *MUTANTS])
+def test_a_leader_that_breaks_a_rule_is_caught(world, monkeypatch, changes):
+    for name, change in changes.items():
+        monkeypatch.setattr(SharedLeader, name, change)
+    caught = pytest.raises(AssertionError) if changes else nullcontext()
+    with caught:
+        check_steps(world, EVENTFUL)
 
 
 def test_calls_of_the_stand_in_are_deadly_in_the_wrong_order(tmp_path):

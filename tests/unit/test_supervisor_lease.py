@@ -3,7 +3,8 @@
 import os
 import signal
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from megatron_dapo.config.derived import shares_gpus
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers import supervisor as supervisor_module
+from megatron_dapo.servers.child_process import ChildProcess
+from megatron_dapo.servers.followed_lease import FollowedLease as FOLLOWED
 from megatron_dapo.servers.run_servers import _of_reward_model
 from megatron_dapo.servers.server_health import HealthCheck, StartState
 from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
@@ -56,6 +59,11 @@ def made(tmp_path):
 
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid)  # the supervisor waits for its children: none is left as a zombie
+
+
+def runs(pid: int) -> bool:
+    """Whether it is alive, and no zombie."""
+    return is_alive(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_server_still_starting_when_the_trainer_is_due_is_killed_and_started_again_later(made, lease, caplog):
@@ -126,6 +134,28 @@ def test_a_condemned_server_is_killed_asleep_and_awake_and_each_time_is_a_restar
     assert "server-0 is given up" in caplog.text and not is_alive(again)
     now = lease.write(Holder.TRAINER)
     assert servers.check() and lease.gone(now.turn) == {url}, "one that is given up holds nothing at any turn"
+
+
+def test_condemned_servers_are_all_killed_before_one_is_waited_for(tmp_path, lease, monkeypatch):
+    """A server of a GPU takes seconds to die, and the trainer waits for all of them together."""
+    servers = supervisor(tmp_path, "ignores SIGTERM", "num_servers=3", overrides=[ON])
+    stop = ChildProcess.stop
+
+    def stop_when_all_are_dead(process: ChildProcess, grace_s: float) -> int:
+        assert eventually(lambda: not any(map(runs, pids))), "the others live while one is ended"
+        return stop(process, grace_s)
+
+    servers.start()
+    try:
+        servers.wait_healthy()
+        pids = servers.pids()
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildProcess, "stop", stop_when_all_are_dead)
+            now = lease.write(Holder.MOVING, servers.urls)
+            servers.check()
+        assert lease.gone(now.turn) == set(servers.urls)
+    finally:
+        servers.stop()
 
 
 def test_a_condemned_server_that_is_still_starting_is_killed_and_not_counted(made, lease, caplog):
@@ -226,6 +256,9 @@ class ImaginedProcess:
     def terminate(self) -> None:
         self.stop(0.0)
 
+    def kill(self) -> None:
+        self.stop(0.0)
+
     def pids(self) -> list[int]:
         return []
 
@@ -274,9 +307,9 @@ def status_of(server: supervisor_module.SupervisedServer, check: HealthCheck, *_
     return 200 if server.current.process.is_ready else 503
 
 
-@settings(max_examples=60, deadline=None)
-@given(EVENTS)
-def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answers_name_the_gone_alone(events):
+def check_events(events: Sequence[tuple]) -> None:
+    """Live through the events: a server is started and asked with the lease alone, and answers name
+    the gone alone."""
     ImaginedProcess.all, ImaginedProcess.started_for, ImaginedProcess.holder = [], [], Holder.SERVERS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -310,3 +343,34 @@ def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answer
                 assert StartState.STARTING not in states or now.holder is Holder.MOVING
         assert set(ImaginedProcess.started_for) == {Holder.SERVERS}
         servers.stop()
+
+
+@settings(max_examples=60, deadline=None)
+@given(EVENTS)
+def test_no_order_of_events_starts_or_asks_a_server_without_the_lease_and_answers_name_the_gone_alone(events):
+    check_events(events)
+
+
+MUTANTS = {
+    "servers start without the lease": ("is_with_servers", property(lambda self: True)),
+    "the lease does not condemn": ("look", lambda self: FOLLOWED.look(self) and set()),
+    "starting servers hold memory beside the trainer": ("is_with_trainer", property(lambda self: False)),
+}
+EVENTFUL = [
+    *[("is ready", number) for number in range(NUM_SERVERS - 1)],
+    ("look",),
+    ("lease", Holder.MOVING, {1}),
+    ("lease", Holder.TRAINER, set()),
+    ("dies", 0),
+    ("look",),
+    ("lease", Holder.SERVERS, set()),
+]
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS.values()], ids=["as it is", *MUTANTS])
+def test_a_supervisor_that_breaks_a_rule_is_caught(monkeypatch, mutant):
+    if mutant:
+        monkeypatch.setattr(supervisor_module, "FollowedLease", type("Mutant", (FOLLOWED,), dict([mutant])))
+    caught = pytest.raises(AssertionError) if mutant else nullcontext()
+    with caught:
+        check_events(EVENTFUL)
