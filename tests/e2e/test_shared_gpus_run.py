@@ -189,7 +189,7 @@ def test_when_the_last_server_is_lost_the_step_is_saved_and_a_second_start_goes_
 
     over = threading.Event()
     killer = threading.Thread(target=kill_all)
-    limits = [f"{SERVER}.max_restarts=0", f"{SERVER}.startup_timeout_s=20"]
+    limits = [f"{SERVER}.max_restarts=0", f"{SERVER}.startup_timeout_s=40"]
     with seen_servers() as made:
         killer.start()
         try:
