@@ -13,7 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.agreement import Agreement, Deadline
-from megatron_dapo.platform.device import allocator_bytes, device, free_bytes, free_cached_memory, is_gpu, used_bytes
+from megatron_dapo.platform.device import allocator_bytes, device, free_bytes, is_gpu, used_bytes
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
@@ -24,7 +24,7 @@ from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.training.parked import Parked, Role
 from megatron_dapo.weight_sync.handle_push import HandlePush
 from megatron_dapo.weight_sync.handles import places
-from megatron_dapo.weight_sync.push import NoServers, NothingPushed, SyncReport, reserve_s
+from megatron_dapo.weight_sync.push import NothingPushed, SyncReport, reserve_s
 from megatron_dapo.weight_sync.servers import ServerCalls
 from megatron_dapo.weight_sync.shared_leader import KILL_S, SharedLeader
 from megatron_dapo.weight_sync.sync import WeightSync
@@ -70,7 +70,7 @@ class OwnGpus:
         self._layout = layout
         self._run = run
         self._phase = phase
-        self._weights: WeightSync | NoServers = NoServers()
+        self._weights: WeightSync | None = None
 
     def hold(self, source: WeightSource, roles: Sequence[Role | None]) -> None:
         if uses_servers(self._config):
@@ -89,10 +89,11 @@ class OwnGpus:
         pass
 
     def push(self, version: int) -> SyncReport | NothingPushed:
-        return self._weights.push(version)
+        return NothingPushed() if self._weights is None else self._weights.push(version)
 
     def close(self) -> None:
-        self._weights.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 class SharedGpus:
@@ -188,7 +189,6 @@ class SharedGpus:
 
     def _park_weights(self) -> None:
         self._parked.park_weights()
-        free_cached_memory()
         self._moved_bytes += self._parked.num_bytes
         self._note("parked_kept", allocator_bytes())
 
@@ -204,8 +204,7 @@ class SharedGpus:
         keeping = {
             place.url: f"keeps memory of a GPU after it fell asleep ({lack})"
             for place in self._places
-            for lack in [next((lacks[rank] for rank in place.ranks if lacks[rank]), None)]
-            if lack
+            for lack in filter(None, (lacks[rank] for rank in place.ranks))
         }
         self._agreement.leader("sleep", self._leader.kill, keeping)
         lacks = self._agreement.all("free memory", self._lack)

@@ -21,7 +21,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.cpu_ledger import ledger_of
-from megatron_dapo.platform.device import is_gpu
+from megatron_dapo.platform.device import free_cached_memory, is_gpu
 from megatron_dapo.training.optimizer import TrainingState
 
 _HOLDER = "trainer"
@@ -126,12 +126,14 @@ class Parked:
         self._park(_GRADIENTS)
         if self._moves_optimizer:
             self._park(_STATES)
+        free_cached_memory()
 
     def park_weights(self) -> None:
         """Move the weights to the host."""
         self.num_bytes = 0
         if self._moves_params:
             self._park(_WEIGHTS)
+        free_cached_memory()
 
     def restore(self) -> None:
         """Bring everything back; gradients are zero."""
@@ -164,8 +166,6 @@ class Parked:
         for storage in resident:
             self._away[kind][storage] = storage.nbytes()
             storage.resize_(0)
-        if is_gpu():
-            torch.cuda.empty_cache()
         self._book()
 
     def _copy_to_host(self, storages: list[UntypedStorage]) -> None:
