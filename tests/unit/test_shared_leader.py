@@ -161,6 +161,11 @@ class World:
         self.calls.close()
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr(shared_leader, "_POLL_S", 0.002)
+
+
 @pytest.fixture
 def world(tmp_path):
     made = World(tmp_path, 2)

@@ -32,6 +32,11 @@ PROGRAM = f"-m megatron_dapo.servers.keyed_sglang {Path('runs/run/.server_key').
 SERVER = "actor_rollout_ref.rollout.server"
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.servers.supervisor.POLL_INTERVAL_S", 0.05)
+
+
 def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[str] = ()) -> ServerSupervisor:
     """keys: of the servers."""
 
