@@ -18,7 +18,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_watch import report_unresponsive
-from megatron_dapo.storage.lease import Holder, LeaseFolder
+from megatron_dapo.storage.lease import LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.training.parked import Parked, Role
@@ -126,7 +126,7 @@ class SharedGpus:
         self._parked: Parked = self._park(())
         self._least_bytes = _keeper_bytes(config)
         self._weights: HandlePush | None = None
-        self._holder = Holder.SERVERS
+        self._has_gpus = False
         self._sleep_s = 0.0  # since the last push
         self._moved_bytes = 0  # likewise, to the host and back, of this rank
         self._held: dict[str, int] = {}  # of this rank's GPU: name -> bytes
@@ -151,41 +151,36 @@ class SharedGpus:
         Raises WeightSyncError on all ranks if a server neither sleeps nor ends, or if somebody else
         holds the memory.
         """
-        if self._holder is Holder.TRAINER:
+        if self._has_gpus:
             return
         with self._phase("weight_sync"):
             began = time.perf_counter()
-            self._holder = Holder.MOVING
             self._agreement.leader("sleep", self._leader.sleep, Deadline(self._config.timeout_s))
             self._require_memory()
             self._note("asleep_used", used_bytes())
             self._agreement.leader("sleep", self._leader.give_to_trainer)
             self._agreement.each("restore", self._parked.restore)
             self._moved_bytes += self._parked.num_bytes
-            self._holder = Holder.TRAINER
+            self._has_gpus = True
             self._sleep_s += time.perf_counter() - began
 
     def push(self, version: int) -> SyncReport:
         """Send the weights by handles, park them, and wake the servers."""
         assert self._weights is not None, "hold() comes before the first push"
         self.to_trainer()  # in the middle of sampling, for servers that came back
-        self._holder = Holder.MOVING
+        self._has_gpus = False
         with self._phase("weight_sync"):
             began = time.perf_counter()
             self._agreement.each("park", self._parked.park_states)
             self._moved_bytes += self._parked.num_bytes
             parking_s = time.perf_counter() - began
         report = self._weights.push(version)
-        self._holder = Holder.SERVERS
         seconds = report.seconds | {"sleep": self._sleep_s, "park": report.seconds.get("park", 0.0) + parking_s}
         moved, self._moved_bytes, self._sleep_s = self._moved_bytes, 0, 0.0
         return replace(report, seconds=seconds, moved_bytes=moved, held_bytes=dict(self._held))
 
     def close(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
-        else:
-            self._calls.close()
+        self._calls.close()
 
     def _park_weights(self) -> None:
         self._parked.park_weights()
