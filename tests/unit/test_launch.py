@@ -27,13 +27,12 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-POLL_S = 0.05
 ALREADY_RUNNING = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
 
 
 @pytest.fixture(autouse=True)
 def short_polls(monkeypatch):
-    monkeypatch.setattr("launch.local.POLL_INTERVAL_S", POLL_S)
+    monkeypatch.setattr("launch.local.POLL_INTERVAL_S", 0.05)
 
 
 def config(tmp_path: Path, *overrides: str) -> Config:
@@ -116,18 +115,16 @@ def run_in(folder: Path, code: str) -> None:
     """run_local with two ranks of `code`, in this process, its output in files."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
-    launch.local.POLL_INTERVAL_S = POLL_S
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     overrides = [f"trainer.run_dir={folder}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
     sys.exit(run_local(load_config(None, overrides), [sys.executable, "-c", code]))
 
 
 @contextmanager
 def launcher(folder: Path, code: str) -> Iterator[multiprocessing.Process]:
-    """A process that runs `run_in`, from the moment both ranks are up. It is forked from one with
-    torch imported: the import takes longer than these tests."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["launch.local", "launch.trainer_ranks"])
-    process = context.Process(target=run_in, args=(folder, code))
+    """A process that runs `run_in`, from the moment both ranks are up. It is forked, since to import
+    torch takes longer than these tests."""
+    process = multiprocessing.get_context("fork").Process(target=run_in, args=(folder, code))
     process.start()
     logs, deadline = [folder / "out", folder / "logs" / "trainer-rank-1.log"], time.monotonic() + 60
     while not all(log.exists() and "up" in log.read_text() for log in logs):
