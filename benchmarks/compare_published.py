@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from benchmarks.published_runs import RUNS, planned
 from benchmarks.report import plain_table
-from megatron_dapo.commands.plan.published import RUNS, planned
 
 
 def comparison() -> Iterator[tuple[str, str, float, float]]:

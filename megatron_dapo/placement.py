@@ -13,18 +13,18 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.agreement import Agreement, Deadline
-from megatron_dapo.platform.device import allocator_bytes, device, free_bytes, free_cached_memory, is_gpu, used_bytes
+from megatron_dapo.platform.device import allocator_bytes, device, free_bytes, is_gpu, used_bytes
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_watch import report_unresponsive
-from megatron_dapo.storage.lease import Holder, LeaseFolder
+from megatron_dapo.storage.lease import LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.training.parked import Parked, Role
 from megatron_dapo.weight_sync.handle_push import HandlePush
 from megatron_dapo.weight_sync.handles import places
-from megatron_dapo.weight_sync.push import NoServers, NothingPushed, SyncReport, reserve_s
+from megatron_dapo.weight_sync.push import NothingPushed, SyncReport, reserve_s
 from megatron_dapo.weight_sync.servers import ServerCalls
 from megatron_dapo.weight_sync.shared_leader import KILL_S, SharedLeader
 from megatron_dapo.weight_sync.sync import WeightSync
@@ -70,7 +70,7 @@ class OwnGpus:
         self._layout = layout
         self._run = run
         self._phase = phase
-        self._weights: WeightSync | NoServers = NoServers()
+        self._weights: WeightSync | None = None
 
     def hold(self, source: WeightSource, roles: Sequence[Role | None]) -> None:
         if uses_servers(self._config):
@@ -89,10 +89,11 @@ class OwnGpus:
         pass
 
     def push(self, version: int) -> SyncReport | NothingPushed:
-        return self._weights.push(version)
+        return NothingPushed() if self._weights is None else self._weights.push(version)
 
     def close(self) -> None:
-        self._weights.close()
+        if self._weights is not None:
+            self._weights.close()
 
 
 class SharedGpus:
@@ -125,7 +126,7 @@ class SharedGpus:
         self._parked: Parked = self._park(())
         self._least_bytes = _keeper_bytes(config)
         self._weights: HandlePush | None = None
-        self._holder = Holder.SERVERS
+        self._has_gpus = False
         self._sleep_s = 0.0  # since the last push
         self._moved_bytes = 0  # likewise, to the host and back, of this rank
         self._held: dict[str, int] = {}  # of this rank's GPU: name -> bytes
@@ -150,45 +151,39 @@ class SharedGpus:
         Raises WeightSyncError on all ranks if a server neither sleeps nor ends, or if somebody else
         holds the memory.
         """
-        if self._holder is Holder.TRAINER:
+        if self._has_gpus:
             return
         with self._phase("weight_sync"):
             began = time.perf_counter()
-            self._holder = Holder.MOVING
             self._agreement.leader("sleep", self._leader.sleep, Deadline(self._config.timeout_s))
             self._require_memory()
             self._note("asleep_used", used_bytes())
             self._agreement.leader("sleep", self._leader.give_to_trainer)
             self._agreement.each("restore", self._parked.restore)
             self._moved_bytes += self._parked.num_bytes
-            self._holder = Holder.TRAINER
+            self._has_gpus = True
             self._sleep_s += time.perf_counter() - began
 
     def push(self, version: int) -> SyncReport:
         """Send the weights by handles, park them, and wake the servers."""
         assert self._weights is not None, "hold() comes before the first push"
         self.to_trainer()  # in the middle of sampling, for servers that came back
-        self._holder = Holder.MOVING
+        self._has_gpus = False
         with self._phase("weight_sync"):
             began = time.perf_counter()
             self._agreement.each("park", self._parked.park_states)
             self._moved_bytes += self._parked.num_bytes
             parking_s = time.perf_counter() - began
         report = self._weights.push(version)
-        self._holder = Holder.SERVERS
         seconds = report.seconds | {"sleep": self._sleep_s, "park": report.seconds.get("park", 0.0) + parking_s}
         moved, self._moved_bytes, self._sleep_s = self._moved_bytes, 0, 0.0
         return replace(report, seconds=seconds, moved_bytes=moved, held_bytes=dict(self._held))
 
     def close(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
-        else:
-            self._calls.close()
+        self._calls.close()
 
     def _park_weights(self) -> None:
         self._parked.park_weights()
-        free_cached_memory()
         self._moved_bytes += self._parked.num_bytes
         self._note("parked_kept", allocator_bytes())
 
@@ -204,8 +199,7 @@ class SharedGpus:
         keeping = {
             place.url: f"keeps memory of a GPU after it fell asleep ({lack})"
             for place in self._places
-            for lack in [next((lacks[rank] for rank in place.ranks if lacks[rank]), None)]
-            if lack
+            for lack in filter(None, (lacks[rank] for rank in place.ranks))
         }
         self._agreement.leader("sleep", self._leader.kill, keeping)
         lacks = self._agreement.all("free memory", self._lack)

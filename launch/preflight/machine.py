@@ -18,10 +18,10 @@ import psutil
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.built_ins import BY_DATA_SOURCE
-from megatron_dapo.config.derived import ParallelSizes, uses_critic
+from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_files import read_rows
-from megatron_dapo.estimates.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_parameters
+from megatron_dapo.estimates.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_all_parameters
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.rewards.code.sandbox import find_way
 from megatron_dapo.rewards.reward_registry import function_name
@@ -30,7 +30,6 @@ from megatron_dapo.storage.model_folder import ModelFolder
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformer-engine", "flash-attn", "apex")
 LOG_BYTES = 10**9
-WHOLE_MODEL = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 _PROGRAMS = "code_tests"  # the reward function
 _SHARED_S = 30.0  # a network file system may show a new file late
 
@@ -83,7 +82,7 @@ def checkpoints_bytes(config: Config) -> tuple[int, int]:
     per_parameter = (
         width + moment_bytes(config) + (MAIN_PARAMETER if width < 4 else 0) + (width if trainer.save_hf else 0)
     )
-    one = sum(num_parameters(spec, WHOLE_MODEL, stage=0)) * per_parameter * (2 if uses_critic(config) else 1)
+    one = num_all_parameters(spec) * per_parameter * (2 if uses_critic(config) else 1)
     saves = ceil_div(trainer.total_training_steps, trainer.save_interval) if trainer.save_interval > 0 else 1
     if trainer.keep_last is None:
         return one, saves

@@ -118,27 +118,27 @@ def is_done(config: Config) -> bool:
 
 
 @dataclass(frozen=True)
-class Cause:
+class _Cause:
     """The first failure: process, node, error and log file. kind: None if nobody recorded it."""
 
     text: str
     kind: EndKind | None = None
 
 
-def _first_cause(plan: JobPlan, role: str) -> Cause:
+def _first_cause(plan: JobPlan, role: str) -> _Cause:
     """Return the first failure of a role's processes."""
     failures = {TRAINER: _rank_failures, SERVERS: _server_failures, PREFLIGHT: _preflight_failures}[role]
     for causes in (_not_launched(plan, role), failures(plan), _task_failures(plan, role), _words_of_slurm(plan, role)):
         for cause in causes:
             return cause
-    return Cause(f"{role} ended without a word; its logs are {plan.logs}/{role}-*.log")
+    return _Cause(f"{role} ended without a word; its logs are {plan.logs}/{role}-*.log")
 
 
-def _first_mistake(plan: JobPlan) -> Cause | None:
+def _first_mistake(plan: JobPlan) -> _Cause | None:
     """Return the mistake of the user that a rank reported."""
     for rank, end in _rank_ends(plan):
         if end.kind is EndKind.USER_ERROR and end.sentence:
-            return Cause(f"{end.sentence} ({_rank_log(plan, rank)})", end.kind)
+            return _Cause(f"{end.sentence} ({_rank_log(plan, rank)})", end.kind)
     return None
 
 
@@ -153,7 +153,7 @@ def _rank_log(plan: JobPlan, rank: int) -> Path:
     return Path(plan.logs) / f"{rank_name(rank)}.log"
 
 
-def _rank_failures(plan: JobPlan) -> Iterator[Cause]:
+def _rank_failures(plan: JobPlan) -> Iterator[_Cause]:
     """Yield how the ranks failed, the likely first one first."""
     failures = []
     for rank, end in _rank_ends(plan):
@@ -162,7 +162,7 @@ def _rank_failures(plan: JobPlan) -> Iterator[Cause]:
         log = _rank_log(plan, rank)
         words = _words_of(end, log)
         is_later = end.kind.is_consequence or bool(not end.sentence and PEER_IS_GONE.search(words))
-        failures.append((is_later, end.time, rank, Cause(f"rank {rank} on {end.host} {words}; see {log}", end.kind)))
+        failures.append((is_later, end.time, rank, _Cause(f"rank {rank} on {end.host} {words}; see {log}", end.kind)))
     failures.sort(key=lambda failure: failure[:3])
     if failures and failures[0][3].kind is EndKind.HANG:
         # rank 0, which asked the others, knows most, and goes last
@@ -179,37 +179,37 @@ def _words_of(end: End, log: Path) -> str:
     return f"{phrase}: {sentence}" if sentence else phrase
 
 
-def _server_failures(plan: JobPlan) -> Iterator[Cause]:
+def _server_failures(plan: JobPlan) -> Iterator[_Cause]:
     for node in plan.server_nodes:
         end = plan.ends.read(supervisor_name(node))
         if end is None or end.kind.is_good or not end.sentence:
             continue
         log = f" ({plan.logs}/{SERVERS}-{node}.log)" if end.kind is EndKind.USER_ERROR else ""
-        yield Cause(f"{node}: {end.sentence}{log}", end.kind)
+        yield _Cause(f"{node}: {end.sentence}{log}", end.kind)
     waited = plan.ends.read(WAITING)
     if waited is not None and not waited.kind.is_good:
-        yield Cause(f"{waited.sentence}; their logs are {plan.logs}/server-*.log", waited.kind)
+        yield _Cause(f"{waited.sentence}; their logs are {plan.logs}/server-*.log", waited.kind)
 
 
-def _preflight_failures(plan: JobPlan) -> Iterator[Cause]:
+def _preflight_failures(plan: JobPlan) -> Iterator[_Cause]:
     """Yield the verdicts; node 0's, for all nodes, comes first."""
     for node in plan.nodes:
         end = plan.ends.read(preflight_name(node))
         if end is not None and not end.kind.is_good:
-            yield Cause(f"preflight: {end.sentence} ({plan.logs}/{PREFLIGHT}-{node}.log)", end.kind)
+            yield _Cause(f"preflight: {end.sentence} ({plan.logs}/{PREFLIGHT}-{node}.log)", end.kind)
 
 
-def _not_launched(plan: JobPlan, role: str) -> Iterator[Cause]:
+def _not_launched(plan: JobPlan, role: str) -> Iterator[_Cause]:
     """Yield the tasks that Slurm could not start: it opens a task's log on the task's node."""
     for line in read_lines(Path(plan.logs) / f"srun-{role}.log"):
         if match := _NOT_LAUNCHED.match(line):
             node = plan.of_role(role)[int(match[1])]
             words = match[2]
             shared = f"; is {plan.logs} the same folder there as on {plan.nodes[0]}?" if "connect IO" in words else ""
-            yield Cause(f"{node}: Slurm could not start the {role} task: {words}{shared}")
+            yield _Cause(f"{node}: Slurm could not start the {role} task: {words}{shared}")
 
 
-def _task_failures(plan: JobPlan, role: str) -> Iterator[Cause]:
+def _task_failures(plan: JobPlan, role: str) -> Iterator[_Cause]:
     """Yield the ends of programs without a record of their own, with the last lines of their
     logs."""
     for node, end in ends(plan, role).items():
@@ -217,10 +217,10 @@ def _task_failures(plan: JobPlan, role: str) -> Iterator[Cause]:
             log = Path(plan.logs) / f"{role}-{node}.log"
             sentence = end.sentence if end.kind is EndKind.USER_ERROR else ""
             words = sentence or last_error(read_lines(log))
-            yield Cause(f"{role} on {node} ended with exit code {end.exit_code}: {words}; see {log}", end.kind)
+            yield _Cause(f"{role} on {node} ended with exit code {end.exit_code}: {words}; see {log}", end.kind)
 
 
-def _words_of_slurm(plan: JobPlan, role: str) -> Iterator[Cause]:
+def _words_of_slurm(plan: JobPlan, role: str) -> Iterator[_Cause]:
     for line in read_lines(Path(plan.logs) / f"srun-{role}.log"):
         if "error: " in line:
-            yield Cause(f"{role}: {line} ({plan.logs}/{role}-*.log)")
+            yield _Cause(f"{role}: {line} ({plan.logs}/{role}-*.log)")

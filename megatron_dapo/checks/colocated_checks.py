@@ -3,7 +3,6 @@ machine's GPUs."""
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
@@ -29,7 +28,6 @@ REFUSED_ASLEEP = {
     "--cpu-offload-gb": "weights in the machine's memory do not go to sleep",
     "--weight-cache-mode": "weights of a cache in other processes do not go to sleep",
 }
-_NVIDIA_SMI_S = 20.0
 
 
 def given_servers(config: Config) -> Iterator[str]:
@@ -115,18 +113,10 @@ def _expandable_segments() -> Iterator[str]:
 def _gpu_instances() -> Iterator[str]:
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if all(name.isdigit() for name in names):  # numbers, or all of the machine's
-        names = _listed_by_the_driver()
+        # a line per GPU, and one below it per instance of MIG
+        names = [line.strip() for line in nvidia_driver.answer("-L").splitlines()]
     if instance := next((name for name in names if name.startswith("MIG")), None):
         yield _refusal("A GPU here", f"a part of one ({instance})", "only whole ones can be shared; use such ones")
-
-
-def _listed_by_the_driver() -> list[str]:
-    """Return the lines of `nvidia-smi -L`: one per GPU, and one below it per instance of MIG."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in listed.stdout.splitlines()]
 
 
 COLOCATED_CHECKS = (_of_shared_gpus,)

@@ -4,7 +4,6 @@ A launcher asks, before it starts anything: later the run's own processes hold m
 """
 
 import math
-import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dapo.checks.model_checks import read_model_specs
+from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import GB, MIB
 from megatron_dapo.config.derived import offload_fraction, shares_gpus
 from megatron_dapo.config.key_names import MEGATRON
@@ -22,7 +22,6 @@ from megatron_dapo.estimates.server_memory import parked_on_host
 OF_NOBODY = 1 * GB
 # A driver may count a little less than a card is sold with.
 SAME_SIZE = 0.98
-_QUERY_S = 60.0
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -60,15 +59,8 @@ class Machine:
 def machine_here(names: Collection[str] | None = None) -> Machine:
     """Return this machine with the GPUs of these names; None: with all. Without a driver it has
     none."""
-    command = [
-        "nvidia-smi",
-        "--query-gpu=index,uuid,memory.total,memory.used,compute_mode",
-        "--format=csv,noheader,nounits",
-    ]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        listing = ""
+    columns = "index,uuid,memory.total,memory.used,compute_mode"
+    listing = nvidia_driver.answer(f"--query-gpu={columns}", "--format=csv,noheader,nounits")
     gpus = [gpu for gpu in parsed(listing) if names is None or any(map(gpu.is_called, names))]
     return Machine(tuple(gpus), min(psutil.virtual_memory().available, left_by_groups(_CONTROL_GROUPS, _own_group())))
 

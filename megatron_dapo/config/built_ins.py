@@ -54,7 +54,7 @@ ESTIMATORS = {  # algorithm.adv_estimator
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
+class _PolicyLoss:
     """The needs of a policy loss; formulas: algorithms/policy_loss.py."""
 
     summary: str = ""
@@ -68,13 +68,13 @@ class PolicyLoss:
 
 
 POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss
-    "dapo": PolicyLoss(),
-    "cispo": PolicyLoss(
+    "dapo": _PolicyLoss(),
+    "cispo": _PolicyLoss(
         "cispo: the clipped ratio weighs the log-prob of each token",
         bounds="clip_ratio_low=1 clip_ratio_high=0.28",
         clips_weight=True,
     ),
-    "gspo": PolicyLoss(
+    "gspo": _PolicyLoss(
         "gspo: one ratio per response; each logit is computed twice",
         bounds="clip_ratio_low=3e-4 clip_ratio_high=4e-4",
         over_sequences=True,

@@ -70,7 +70,7 @@ def schedule_shards(
 
     cap_key: the config key of max_tokens.
     """
-    check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
+    _check_lengths([sample for shard in shards for sample in shard], max_tokens, pad_multiple, cap_key)
     cost = cost or CostModel()
     capacity = usable_tokens(max_tokens, pad_multiple)
     bins_of_rank = [
@@ -88,7 +88,7 @@ def schedule_shards(
     return [spread(shard, bins) for shard, bins in zip(shards, bins_of_rank, strict=True)]
 
 
-def check_lengths(
+def _check_lengths(
     samples: Iterable[TrainSample], max_tokens: int, pad_multiple: int = 1, cap_key: str = ACTOR_CAP
 ) -> None:
     """Raise UserError if a sample, padded, does not fit into a micro-batch."""

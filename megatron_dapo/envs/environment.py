@@ -22,7 +22,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Observation:
-    """An environment's answer to the start or to a turn of the model. if its reward is above 0."""
+    """An environment's answer to the start or to a turn of the model."""
 
     messages: tuple[Message, ...] = ()
     """The model's next input; after `reset` they follow the prompt, before the model's first
@@ -34,7 +34,7 @@ class Observation:
     scores the whole text."""
     correct: bool | None = None
     """Whether the task is solved so far; needs a reward. The last value counts; without any, a
-    trajectory is correct"""
+    trajectory is correct if its reward is above 0."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a field that no trajectory can hold."""

@@ -21,7 +21,7 @@ from megatron_dapo.rewards.worker_process import Message, serve
 
 def _get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
     """Return the greeting, and the function that answers a request."""
-    host = EnvironmentHost(settings["environment"], settings["kwargs"])
+    host = _EnvironmentHost(settings["environment"], settings["kwargs"])
     try:
         host.check()
     except UserError as error:
@@ -31,7 +31,7 @@ def _get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]
     return {}, host.answer
 
 
-class EnvironmentHost:
+class _EnvironmentHost:
     """The host of one trajectory's environment after the other."""
 
     def __init__(self, name: str, kwargs: dict[str, Any]) -> None:

@@ -208,6 +208,11 @@ def num_parameters(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> tuple[i
     return shared, expert * (spec.moe.num_experts if spec.moe else 0) // sizes.ep
 
 
+def num_all_parameters(spec: ModelSpec) -> int:
+    """Return the parameters of the whole model."""
+    return sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
+
+
 def num_expert_parameters(spec: ModelSpec) -> int:
     """Return the number of parameters in one expert of a layer."""
     return _parameters_of_layer(spec, spec.num_layers - 1, 1, 1)[1]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import ParallelSizes, parallel_sizes, shares_gpus, uses_critic
+from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_critic
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import (
     dtype_bytes,
@@ -18,7 +18,7 @@ from megatron_dapo.estimates.memory import (
     kept_by_server,
     kept_by_trainer,
     model_states,
-    num_parameters,
+    num_all_parameters,
     reference_weights,
     weight_sync_bytes,
 )
@@ -50,8 +50,7 @@ def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = No
     server = config.actor_rollout_ref.rollout.server
     width = dtype_bytes(config)
     tp = server.tensor_model_parallel_size
-    whole = sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
-    weights = whole * width // tp
+    weights = num_all_parameters(spec) * width // tp
     per_token = spec.num_layers * cache_width(spec, tp) * width
     left = int(server_share(config, spec, critic) * config.trainer.gpu_memory_gb * GB) - weights
     if server.max_total_tokens is not None:

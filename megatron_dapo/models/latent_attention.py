@@ -22,7 +22,7 @@ from megatron_dapo.models.layers import PackedAttention, RMSNorm, mark
 from megatron_dapo.models.rotary import Rotary
 
 
-class ReplicatedLinear(torch.nn.Module):
+class _ReplicatedLinear(torch.nn.Module):
     """A product with the whole weight on each tensor-parallel rank, over the rank's own tokens."""
 
     def __init__(self, config: TransformerConfig, num_inputs: int, num_outputs: int) -> None:
@@ -39,7 +39,7 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 @dataclass
-class LatentSubmodules(SelfAttentionSubmodules):
+class _LatentSubmodules(SelfAttentionSubmodules):
     """linear_qkv: the maker of a column-parallel product. latent: the sizes."""
 
     latent: LatentAttention | None = None
@@ -59,7 +59,7 @@ class LatentSelfAttention(Attention):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: LatentSubmodules,
+        submodules: _LatentSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         **options: Any,
@@ -83,7 +83,7 @@ class LatentSelfAttention(Attention):
                 tp_group=self.pg_collection.tp,
             )
 
-        self.linear_down = ReplicatedLinear(config, config.hidden_size, latent.down_width)
+        self.linear_down = _ReplicatedLinear(config, config.hidden_size, latent.down_width)
         self.q_layernorm = RMSNorm(config, latent.q_rank, config.layernorm_epsilon) if latent.q_rank else None
         self.k_layernorm = None  # Megatron looks for it
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, config.layernorm_epsilon)
@@ -137,7 +137,7 @@ def put_latent_attention(layer: ModuleSpec, latent: LatentAttention, rotary: Rot
     """
     attention = layer.submodules.self_attention
     attention.module = LatentSelfAttention
-    attention.submodules = LatentSubmodules(
+    attention.submodules = _LatentSubmodules(
         linear_qkv=attention.submodules.linear_qkv,
         core_attention=(
             ModuleSpec(PackedAttention, params={"rotary": rotary})

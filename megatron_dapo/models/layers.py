@@ -378,7 +378,7 @@ def angles_of(angles: Tensor, is_local: bool) -> Tensor:
     return angles.unflatten(-1, (2, 2, -1))[..., :, int(is_local), :].flatten(-2)
 
 
-class BiasedExpertOutput(RowParallelLinear):
+class _BiasedExpertOutput(RowParallelLinear):
     """The last product of an expert with a bias.
 
     Megatron adds the bias to the product in place. Autograd forbids this after a custom function
@@ -414,7 +414,7 @@ def local_layer_spec(
     if num_experts:
         submodules_of(layer.mlp).router = Router
         if linear_biases:
-            submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = BiasedExpertOutput
+            submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = _BiasedExpertOutput
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(PackedAttention, params={"rotary": rotary, "local_rotary": local_rotary})

@@ -213,7 +213,7 @@ class LinearAdapter(torch.nn.Module):
         )
 
 
-class ChunkAdapters(torch.nn.ModuleList):
+class _ChunkAdapters(torch.nn.ModuleList):
     """The adapters of one model chunk."""
 
     def __init__(self, adapters: Sequence[LinearAdapter], layout: ParallelLayout) -> None:
@@ -261,7 +261,7 @@ def add_adapters(chunk: ModelChunk, spec: ModelSpec, layout: ParallelLayout, lor
             adapter = LinearAdapter(entry, spec, layout, lora)
             owners[id(entry.parameter)].register_forward_hook(adapter.add_to)
             adapters.append(adapter)
-    chunk.adapters = ChunkAdapters(adapters, layout)
+    chunk.adapters = _ChunkAdapters(adapters, layout)
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_ask_for_gradient)
 

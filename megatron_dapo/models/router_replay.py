@@ -60,7 +60,7 @@ def on_device(experts: Tensor, device: torch.device) -> Tensor:
     return experts.to(device, non_blocking=True)
 
 
-class LayerReplay:
+class _LayerReplay:
     """Takes the place of the `router_replay` of Megatron's router.
 
     layer: its place in `RouterPass.experts`.
@@ -109,7 +109,7 @@ class ChunkReplay:
     """
 
     def __init__(self, routers: Sequence[TopKRouter], first_layer: int) -> None:
-        self._layers = [LayerReplay(self, first_layer + number) for number in range(len(routers))]
+        self._layers = [_LayerReplay(self, first_layer + number) for number in range(len(routers))]
         for router, layer in zip(routers, self._layers, strict=True):
             router.router_replay = layer
         self.running: RouterPass | None = None

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.common.addresses import node_name
-from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.platform import nccl, stores
 from megatron_dapo.platform.agreement import Agreement
@@ -133,10 +132,6 @@ class ParallelLayout:
         """Return whether this rank takes part in gathering the stage's weights: the first ranks
         that together hold all slices and all experts."""
         return self.stage_rank < max(self.tp, self.ep * self.etp)
-
-    def coordinates(self) -> RankCoordinates:
-        """Return this rank's coordinates."""
-        return RankCoordinates(dp=self.dp_rank, pp=self.pp_rank, tp=self.tp_rank, cp=self.cp_rank)
 
     @classmethod
     def initialize(
@@ -269,10 +264,6 @@ class ParallelLayout:
         all ranks."""
         node_cores = (node_name(), sorted(os.sched_getaffinity(0)))
         return max(1, len(node_cores[1]) // max(1, self.gather(node_cores).count(node_cores)))
-
-    def all_coordinates(self) -> list[RankCoordinates]:
-        """Return the coordinates of every global rank. Collective over all ranks."""
-        return self.gather(self.coordinates())
 
     @staticmethod
     def release() -> None:

@@ -58,10 +58,6 @@ class LeaseFolder:
             return Lease()
         return Lease(Holder(fields["holder"]), int(fields["turn"]), tuple(map(str, fields["condemned"])))
 
-    def is_with_servers(self) -> bool:
-        """Return whether servers are awake, so that requests and health checks may reach them."""
-        return self.read().holder is Holder.SERVERS
-
     def answer(self, supervisor: str, turn: int, gone: Collection[str]) -> None:
         """Say, as a supervisor, which of its servers have no process left at this turn."""
         name = re.sub(r"[^\w.-]+", "_", supervisor)

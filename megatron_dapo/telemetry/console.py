@@ -106,7 +106,7 @@ class StepTable:
 
 
 @dataclass(frozen=True)
-class RunFigure:
+class _RunFigure:
     """One figure of the whole run."""
 
     text: str
@@ -117,17 +117,17 @@ class RunFigure:
 
 
 RUN_FIGURES = (
-    RunFigure("MFU {:.1%}", "perf/mfu/actor", fmean),
-    RunFigure("{:.0f} tokens/s/rank trained", "perf/update_tokens_per_s_per_gpu", fmean),
-    RunFigure("{:.0f} sampled", "perf/rollout_tokens_per_s_per_gpu", fmean),
-    RunFigure("memory {:.1f} GiB", "perf/max_memory_allocated_gb", max),
-    RunFigure("reserved {:.1f} GiB", "perf/max_memory_reserved_gb", max),
-    RunFigure("KV cache {:.0%}", "rollout/kv_used_max", max),
-    RunFigure("{:.0f} retractions", "rollout/num_retractions", sum),
-    RunFigure("{:.0f} cached tokens", "rollout/num_cached_tokens", sum),
-    RunFigure("servers wait {:.0%}", "rollout/servers_waiting", fmean),
-    RunFigure("trainer waits {:.0%}", "perf/trainer_waiting", fmean),
-    RunFigure("longest response {:.0f}", "response_length/max", max),
+    _RunFigure("MFU {:.1%}", "perf/mfu/actor", fmean),
+    _RunFigure("{:.0f} tokens/s/rank trained", "perf/update_tokens_per_s_per_gpu", fmean),
+    _RunFigure("{:.0f} sampled", "perf/rollout_tokens_per_s_per_gpu", fmean),
+    _RunFigure("memory {:.1f} GiB", "perf/max_memory_allocated_gb", max),
+    _RunFigure("reserved {:.1f} GiB", "perf/max_memory_reserved_gb", max),
+    _RunFigure("KV cache {:.0%}", "rollout/kv_used_max", max),
+    _RunFigure("{:.0f} retractions", "rollout/num_retractions", sum),
+    _RunFigure("{:.0f} cached tokens", "rollout/num_cached_tokens", sum),
+    _RunFigure("servers wait {:.0%}", "rollout/servers_waiting", fmean),
+    _RunFigure("trainer waits {:.0%}", "perf/trainer_waiting", fmean),
+    _RunFigure("longest response {:.0f}", "response_length/max", max),
 )
 
 

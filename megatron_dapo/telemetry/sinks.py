@@ -105,7 +105,7 @@ class Console:
             mute()
 
 
-class JsonLines:
+class _JsonLines:
     """metrics.jsonl: per line an object with step, time (seconds since 1970) and the metrics; NaN
     and inf are null."""
 
@@ -158,7 +158,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class WeightsAndBiases:
+class _WeightsAndBiases:
     """The same scalars and responses, with the config. A resumed run continues the same run there,
     by the id in the run folder.
 
@@ -218,7 +218,7 @@ SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
     "console": lambda config, run_folder, resumed_after: Console(
         config.trainer.total_training_steps, SFT_COLUMNS if config.sft.enable else STEP_COLUMNS
     ),
-    "jsonl": lambda config, run_folder, resumed_after: JsonLines(run_folder, resumed_after),
+    "jsonl": lambda config, run_folder, resumed_after: _JsonLines(run_folder, resumed_after),
     "tensorboard": lambda config, run_folder, resumed_after: TensorBoard(run_folder, resumed_after),
-    "wandb": WeightsAndBiases,
+    "wandb": _WeightsAndBiases,
 }

@@ -130,7 +130,7 @@ class TokenSumLoss(_BuiltInLoss):
         return answer.loss_sum, answer.count.int(), metrics
 
 
-class LogLikelihoodLoss(TokenSumLoss):
+class _LogLikelihoodLoss(TokenSumLoss):
     """-log-prob of every counted token, for text by a person or another model. Its `loss_config` is
     a fine-tuning run's: cispo with advantages of 1 and no old policy."""
 
@@ -309,6 +309,6 @@ def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | Sequenc
         function = load_loss_function(LOSS_FUNCTION, actor.loss_function)
         return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
     if config.sft.enable:
-        return LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)
+        return _LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)
     built_in = SequenceRatioLoss if loss_config.is_over_sequences else TokenSumLoss
     return built_in(loss_config, actor.loss_agg_mode, config.data.max_response_length, temperature)

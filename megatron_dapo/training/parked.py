@@ -9,7 +9,6 @@ import gc
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,12 +20,14 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.cpu_ledger import ledger_of
-from megatron_dapo.platform.device import is_gpu
+from megatron_dapo.platform.device import free_cached_memory, is_gpu
 from megatron_dapo.training.optimizer import TrainingState
 
 _HOLDER = "trainer"
-_WEIGHTS, _GRADIENTS, _STATES = "weights", "gradients", "optimizer states"
-_KINDS = (_WEIGHTS, _GRADIENTS, _STATES)  # in the order of their return
+WEIGHTS = "weights"  # trained and frozen ones, and Megatron's buffers of them
+_GRADIENTS = "gradients"  # Megatron's buffers of gradients
+STATES = "optimizer states"  # main weights, moments, and all its other tensors on the device
+_KINDS = (WEIGHTS, _GRADIENTS, STATES)  # in the order of their return
 # an optimizer's parts refer to these, which are not its own
 _BEYOND_OPTIMIZER = (torch.nn.Module, FunctionType, ModuleType, type)
 
@@ -38,20 +39,11 @@ class Role(Protocol):
     def model(self) -> ModelParts: ...
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """The tensors of one model on the GPU, by names for errors. Several may share a storage."""
+def holdings(role: Role) -> dict[str, dict[str, Tensor]]:
+    """Return the model's present tensors on the GPU: kind -> name for errors -> tensor.
 
-    weights: dict[str, Tensor]
-    """Trained and frozen ones, and Megatron's buffers of them."""
-    gradients: dict[str, Tensor]
-    """Megatron's buffers of gradients."""
-    states: dict[str, Tensor]
-    """Of the optimizer: main weights, moments, and all its other tensors on the device."""
-
-
-def holdings(role: Role) -> Holdings:
-    """Return the model's present tensors. The first optimizer step makes Adam's moments."""
+    Several may share a storage. The first optimizer step makes Adam's moments.
+    """
     weights = {
         f"{name} of chunk {number}": parameter
         for number, chunk in enumerate(role.model.chunks)
@@ -59,7 +51,7 @@ def holdings(role: Role) -> Holdings:
     }
     state: TrainingState | None = getattr(role, "state", None)
     if state is None:
-        return Holdings(weights, {}, {})
+        return {WEIGHTS: weights}
     gradients = {}
     for number, buffer in enumerate(_buffers(state)):
         gradients[f"gradient buffer {number}"] = buffer.grad_data
@@ -72,7 +64,7 @@ def holdings(role: Role) -> Holdings:
         for number, tensor in enumerate(_reachable_tensors(state.optimizer))
         if tensor.device == device and tensor.untyped_storage() not in others
     }
-    return Holdings(weights, gradients, states)
+    return {WEIGHTS: weights, _GRADIENTS: gradients, STATES: states}
 
 
 def _buffers(state: TrainingState) -> list[Any]:
@@ -125,13 +117,15 @@ class Parked:
                 state.optimizer.zero_grad()  # it holds views of gradients, perhaps copies
         self._park(_GRADIENTS)
         if self._moves_optimizer:
-            self._park(_STATES)
+            self._park(STATES)
+        free_cached_memory()
 
     def park_weights(self) -> None:
         """Move the weights to the host."""
         self.num_bytes = 0
         if self._moves_params:
-            self._park(_WEIGHTS)
+            self._park(WEIGHTS)
+        free_cached_memory()
 
     def restore(self) -> None:
         """Bring everything back; gradients are zero."""
@@ -164,8 +158,6 @@ class Parked:
         for storage in resident:
             self._away[kind][storage] = storage.nbytes()
             storage.resize_(0)
-        if is_gpu():
-            torch.cuda.empty_cache()
         self._book()
 
     def _copy_to_host(self, storages: list[UntypedStorage]) -> None:
@@ -181,8 +173,7 @@ class Parked:
         """Return each kind's storages with a name, each once."""
         by_kind: dict[str, dict[UntypedStorage, str]] = {kind: {} for kind in _KINDS}
         for role in self._roles:
-            held = holdings(role)
-            for kind, tensors in zip(_KINDS, (held.weights, held.gradients, held.states), strict=True):
+            for kind, tensors in holdings(role).items():
                 for name, tensor in tensors.items():
                     by_kind[kind].setdefault(tensor.untyped_storage(), f"{name} ({type(role).__name__})")
         return by_kind

@@ -16,7 +16,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 """Counts the seconds inside as the phase's."""
 
 
-class TimedReference:
+class _TimedReference:
     """The reference of a run with a KL term."""
 
     def __init__(self, reference: Reference | ActorAsReference, phase: Phase) -> None:
@@ -38,7 +38,7 @@ class NoReference:
         return shard
 
 
-class TimedCritic:
+class _TimedCritic:
     """The critic of a PPO run."""
 
     def __init__(self, critic: Critic, phase: Phase) -> None:
@@ -71,15 +71,15 @@ class NoCritic:
 
 def make_reference(
     config: Config, layout: ParallelLayout, policy: Policy, load: WeightLoader, phase: Phase
-) -> TimedReference | NoReference:
+) -> _TimedReference | NoReference:
     """Build the reference if the config needs one. Collective over all ranks."""
     if not needs_reference(config):
         return NoReference()
     if actor_is_reference(config):
-        return TimedReference(ActorAsReference(config, policy), phase)
-    return TimedReference(Reference(config, layout, load), phase)
+        return _TimedReference(ActorAsReference(config, policy), phase)
+    return _TimedReference(Reference(config, layout, load), phase)
 
 
-def make_critic(config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase) -> TimedCritic | NoCritic:
+def make_critic(config: Config, layout: ParallelLayout, load: WeightLoader, phase: Phase) -> _TimedCritic | NoCritic:
     """Build the critic if the config needs one. Collective over all ranks."""
-    return TimedCritic(Critic(config, layout, load), phase) if uses_critic(config) else NoCritic()
+    return _TimedCritic(Critic(config, layout, load), phase) if uses_critic(config) else NoCritic()

@@ -60,16 +60,6 @@ class NothingPushed:
         return {}
 
 
-class NoServers:
-    """The weight sync of a run without servers."""
-
-    def push(self, version: int) -> NothingPushed:
-        return NothingPushed()
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
-
-
 @dataclass(frozen=True)
 class Push:
     """A push under way."""
@@ -98,7 +88,6 @@ class WeightPush:
     trainer ranks take part.
 
     Args:
-        agreement: of all ranks, with `weight_sync.timeout_s`.
         servers: on rank 0, which leads.
         stage: compares this stage's weights with the servers'.
         phase: times a phase of a push, and reports it to the watchdog.
@@ -106,7 +95,6 @@ class WeightPush:
 
     def __init__(
         self,
-        agreement: Agreement,
         servers: ServerLeader,
         calls: ServerCalls,
         stage: StageRole,
@@ -117,7 +105,7 @@ class WeightPush:
     ) -> None:
         """Compare the plans of all ranks. Raise WeightSyncError when ranks of a stage would not
         plan alike, or when two stages would send the same tensor."""
-        self._agreement = agreement
+        self._agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         self._servers = servers
         self._calls = calls
         self._stage = stage

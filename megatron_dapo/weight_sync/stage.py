@@ -78,7 +78,7 @@ class StageRole(Protocol):
     def close(self) -> None: ...
 
 
-class Bystander:
+class _Bystander:
     """The role of a rank with the same slices as another one."""
 
     def join(self, stage: int, server_sizes: Mapping[str, int], deadline: Deadline) -> None:
@@ -100,7 +100,7 @@ class Bystander:
         pass
 
 
-class Gatherer(Bystander):
+class _Gatherer(_Bystander):
     """The role of a rank that brings its slices to the stage's source rank."""
 
     def __init__(self, source: Source, plan: Plan, layout: ParallelLayout, config: WeightSyncConfig) -> None:
@@ -131,7 +131,7 @@ class Gatherer(Bystander):
             yield name, specs, self._source.gather(list(specs))
 
 
-class Comparer(Gatherer):
+class _Comparer(_Gatherer):
     """The role of a stage's source rank in a comparison: it has the gathered weights."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Comparer(Gatherer):
         return True
 
 
-class StageSource(Comparer):
+class StageSource(_Comparer):
     """The role of the rank that holds the stage's gathered weights, and sends them."""
 
     def __init__(
@@ -266,8 +266,8 @@ def comparing_role(
 ) -> StageRole:
     """Return this rank's part in comparing its stage's weights with the servers'."""
     if layout.is_source:
-        return Comparer(source, plan, layout, config, device)
-    return Gatherer(source, plan, layout, config) if layout.gathers else Bystander()
+        return _Comparer(source, plan, layout, config, device)
+    return _Gatherer(source, plan, layout, config) if layout.gathers else _Bystander()
 
 
 def whole(tensors: list[Tensor] | None) -> list[Tensor]:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_dapo.config.schema.run import WeightSyncConfig
-from megatron_dapo.platform.agreement import Agreement, Deadline
+from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import Source, plan_for
 from megatron_dapo.weight_sync.leader import ServerLeader
@@ -47,7 +47,6 @@ class WeightSync(WeightPush):
         """Plan the buckets and compare the plans of all ranks. The call is collective over all
         ranks. Raises as WeightPush does."""
         reserve = reserve_s(config)
-        agreement = Agreement.of_all_ranks(config.timeout_s, WeightSyncError)
         calls = ServerCalls(connect)
         servers = ServerLeader(urls, calls, config.timeout_s, reserve, report_unresponsive, config.pause_mode)
         plan = plan_for(device, source.specs(), config.bucket_size_mb)
@@ -63,7 +62,7 @@ class WeightSync(WeightPush):
         )
         # the members of the groups, the same on all ranks
         self._group: dict[str, int] | None = None
-        super().__init__(agreement, servers, calls, stage, plan, layout, config, phase)
+        super().__init__(servers, calls, stage, plan, layout, config, phase)
 
     def _deliver(self, push: Push) -> Delivery:
         """Send the weights to the current servers; if one is lost meanwhile, again to the

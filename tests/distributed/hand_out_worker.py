@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.huggingface.spec_reader import model_spec
@@ -40,7 +41,8 @@ def handed_out(layout: ParallelLayout) -> dict:
     with patch.object(dist, "isend", counted):
         parts = [part_of(dp_rank) for dp_rank in range(layout.dp)] if layout.rank == 0 else None
         got = layout.hand_out(parts)
-    return {"coordinates": layout.coordinates(), "got": got.tolist(), "num_sent": num_sent}
+    coordinates = RankCoordinates(dp=layout.dp_rank, pp=layout.pp_rank, tp=layout.tp_rank, cp=layout.cp_rank)
+    return {"coordinates": coordinates, "got": got.tolist(), "num_sent": num_sent}
 
 
 def refusal(layout: ParallelLayout) -> list[str]:

@@ -29,19 +29,11 @@ def murmur3(content: bytes) -> int:
     return hashed ^ hashed >> 16
 
 
-HASH = """
+CODE = """
 import sys, torch
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
-seeds, positions, columns = torch.load(sys.argv[1])
-print(murmur_hash32(seeds.to(torch.uint64), positions, columns).tolist())
-"""
-
-ROWS = """
-import torch
-from sglang.srt.plugins import load_plugins
-load_plugins()
 from sglang.srt.batch_invariant_ops import enable_batch_invariant_mode
 from tests.sglang_cpu_cases import decode_inputs
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
@@ -71,28 +63,39 @@ def changed():
                 found.add("decode")
     return sorted(found)
 
+seeds, positions, columns = torch.load(sys.argv[1])
+print(murmur_hash32(seeds.to(torch.uint64), positions, columns).tolist())
 print(changed())
 enable_batch_invariant_mode()
 print(changed())
 """
+DRAW = random.Random(3)
+SEEDS = [0, 42, 2**32, 2**63 - 1, *(DRAW.randrange(2**63) for _ in range(20))]
+POSITIONS = [DRAW.randrange(2**17) for _ in SEEDS]
+COLUMNS = [0, 1, 2**17 - 1, 99]
 
 
-def test_the_hash_that_draws_tokens_is_murmur3(tmp_path):
-    draw = random.Random(3)
-    seeds = [0, 42, 2**32, 2**63 - 1, *(draw.randrange(2**63) for _ in range(20))]
-    positions, columns = [draw.randrange(2**17) for _ in seeds], [0, 1, 2**17 - 1, 99]
-    torch.save(tuple(map(torch.tensor, (seeds, positions, columns))), tmp_path / "inputs.pt")
-    done = in_server_process(HASH, str(tmp_path / "inputs.pt"))
+@pytest.fixture(scope="module")
+def said(tmp_path_factory) -> list[str]:
+    """What a server's process says: hashes, and what depends on the batch without and with the
+    plug-in's operators. One process for all, since SGLang takes long to import."""
+    inputs = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save(tuple(map(torch.tensor, (SEEDS, POSITIONS, COLUMNS))), inputs)
+    done = in_server_process(CODE, str(inputs))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-3:]
+
+
+def test_the_hash_that_draws_tokens_is_murmur3(said):
     expected = [
-        [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
-        for seed, position in zip(seeds, positions, strict=True)
+        [murmur3(struct.pack("<QII", seed, position, column)) for column in COLUMNS]
+        for seed, position in zip(SEEDS, POSITIONS, strict=True)
     ]
-    assert done.stdout.strip().endswith(str(expected)), done.stderr[-2000:]
+    assert said[0] == str(expected)
     assert murmur3(b"test") == 0xBA6BD213  # a published value
 
 
-def test_no_row_of_a_product_or_an_attention_depends_on_the_rest_of_the_batch():
+def test_no_row_of_a_product_or_an_attention_depends_on_the_rest_of_the_batch(said):
     """Without the plug-in's operators some do: else there would be nothing to show."""
-    done = in_server_process(ROWS)
-    before, after = done.stdout.strip().splitlines()[-2:] if done.stdout else ("", done.stderr[-2000:])
-    assert "mm" in before and after == "[]", (before, after, done.stderr[-2000:])
+    _, before, after = said
+    assert "mm" in before and after == "[]"

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_dapo.checks import colocated_checks
 from megatron_dapo.checks.colocated_checks import REFUSED_ASLEEP
 from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import servers_per_node, shares_gpus
 from megatron_dapo.config.loader import load_config
@@ -119,7 +119,7 @@ def listed(lines: str | OSError, monkeypatch) -> None:
         return SimpleNamespace(stdout=lines)
 
     stand_in = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(colocated_checks, "subprocess", stand_in)
+    monkeypatch.setattr(nvidia_driver, "subprocess", stand_in)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])

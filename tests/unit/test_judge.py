@@ -26,6 +26,12 @@ PROMPT = Prompt(0, "key", (1,), "", "any", "46", messages=MESSAGES)
 RIGHT = RewardResult(1.0, True)
 
 
+@pytest.fixture(autouse=True)
+def one_search_process(monkeypatch):
+    """Its start is most of a test's time."""
+    monkeypatch.setattr("megatron_dapo.rewards.judge._SEARCH_PROCESSES", 1)
+
+
 class Endpoint:
     """Answers with the result of `answer` for a question. hold: while it is not set, answers wait.
     statuses: of the next requests, before it answers again."""
@@ -197,6 +203,7 @@ def test_the_score_at_the_end_of_a_long_answer_is_read():
 def test_a_pattern_that_never_ends_costs_its_own_verdict(monkeypatch):
     """While its search holds the event loop, nothing else goes on, and no limit ends it."""
     monkeypatch.setattr("megatron_dapo.rewards.judge._SEARCH_S", 1.0)
+    monkeypatch.setattr("megatron_dapo.rewards.judge._SEARCH_PROCESSES", 2)
     endpoint = Endpoint(lambda question: "a" * 64 + "!" if question.endswith("slow") else "a 5")
     keys = [r"reward.judge.pattern=^(?:a+)+\s(\d)$"]
     slow, fast = judged(endpoint, "slow", "fast", keys=keys)

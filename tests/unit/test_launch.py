@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import launch.local
 from launch.command_line import require_local, require_one_node
 from launch.local import run_local
 from launch.sglang_server import serve
@@ -29,17 +30,17 @@ pytestmark = pytest.mark.unit
 ALREADY_RUNNING = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr("launch.local.POLL_INTERVAL_S", 0.05)
+
+
 def config(tmp_path: Path, *overrides: str) -> Config:
     return load_config(None, [f"trainer.run_dir={tmp_path / 'run'}", ALREADY_RUNNING, *overrides])
 
 
 def rank_script(code: str) -> list[str]:
     return [sys.executable, "-c", f"import os, sys, time; rank = int(os.environ['RANK']); {code}"]
-
-
-def launch(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "launch.local", *arguments]
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -114,17 +115,16 @@ def run_in(folder: Path, code: str) -> None:
     """run_local with two ranks of `code`, in this process, its output in files."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     overrides = [f"trainer.run_dir={folder}", ALREADY_RUNNING, "trainer.n_procs_per_node=2"]
     sys.exit(run_local(load_config(None, overrides), [sys.executable, "-c", code]))
 
 
 @contextmanager
 def launcher(folder: Path, code: str) -> Iterator[multiprocessing.Process]:
-    """A process that runs `run_in`, from the moment both ranks are up. It is forked from one with
-    torch imported: the import takes longer than these tests."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["launch.local", "launch.trainer_ranks"])
-    process = context.Process(target=run_in, args=(folder, code))
+    """A process that runs `run_in`, from the moment both ranks are up. It is forked, since to import
+    torch takes longer than these tests."""
+    process = multiprocessing.get_context("fork").Process(target=run_in, args=(folder, code))
     process.start()
     logs, deadline = [folder / "out", folder / "logs" / "trainer-rank-1.log"], time.monotonic() + 60
     while not all(log.exists() and "up" in log.read_text() for log in logs):
@@ -183,7 +183,7 @@ def test_a_stop_signal_leaves_no_process_behind(tmp_path, number):
         process, deadline = psutil.Process(run.pid), time.monotonic() + 20
         while len(family := process.children(recursive=True)) < 4 and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(1.2)  # a look at the processes, so that the grandchildren are known
+        time.sleep(0.4)  # some looks at the processes, so that the grandchildren are known
         assert len(family) == 4
         os.kill(run.pid, number)
         run.join(20)
@@ -192,7 +192,7 @@ def test_a_stop_signal_leaves_no_process_behind(tmp_path, number):
 
 
 def test_a_stop_signal_waits_for_every_rank_to_save_and_passes_the_exit_code_on(tmp_path):
-    with launcher(tmp_path, SAVING.replace("SECONDS", "1.0")) as run:
+    with launcher(tmp_path, SAVING.replace("SECONDS", "0.3")) as run:
         os.kill(run.pid, signal.SIGUSR1)
         run.join(20)
         assert run.exitcode == 85
@@ -215,18 +215,17 @@ def test_ranks_learn_the_users_action(tmp_path):
 def test_a_second_stop_signal_does_not_wait(tmp_path):
     with launcher(tmp_path, SAVING.replace("SECONDS", "600")) as run:
         os.kill(run.pid, signal.SIGTERM)
-        time.sleep(0.8)
+        time.sleep(0.6)  # within half a second it would be the same request
         os.kill(run.pid, signal.SIGTERM)
         run.join(20)
         assert run.exitcode == 143
     assert "saved" not in (tmp_path / "out").read_text()
 
 
-def test_several_nodes_are_refused_with_the_cure(tmp_path):
-    recipe = str(REPOSITORY / "configs" / "demo.yaml")
-    run = launch("--dry-run", "--config", recipe, "trainer.nnodes=2", f"trainer.run_dir={tmp_path / 'run'}")
-    _, error = run.communicate(timeout=20)
-    assert run.returncode == 2 and "trainer.nnodes" in error and not (tmp_path / "run").exists()
+def test_several_nodes_are_refused_with_the_cure(tmp_path, capsys):
+    overrides = ["trainer.nnodes=2", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert launch.local.main(["--dry-run", "--config", str(REPOSITORY / "configs" / "demo.yaml"), *overrides]) == 2
+    assert "trainer.nnodes" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_server_nodes_are_refused_with_the_cure(tmp_path):
@@ -249,13 +248,15 @@ def test_log_files_go_to_a_given_log_folder(tmp_path):
 def test_a_dry_run_shows_the_plan_then_the_missing_files_and_starts_nothing(tmp_path):
     recipe = str(REPOSITORY / "configs" / "dapo_7b.yaml")
     here = ("trainer.n_procs_per_node=4", "actor_rollout_ref.rollout.server.nnodes=0")
-    run = launch("--dry-run", "--config", recipe, f"trainer.run_dir={tmp_path / 'run'}", *here)
-    output, error = run.communicate(timeout=20)
+    command = [sys.executable, "-m", "launch.local", "--dry-run", "--config", recipe, *here]
+    command.append(f"trainer.run_dir={tmp_path / 'run'}")
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    output, error = run.stdout, run.stderr
     assert run.returncode == 2 and "Process plan" in output and not (tmp_path / "run").exists()
     assert "models/Qwen2.5-7B, which is not a folder here" in error and "dapo-math-17k.parquet" in error
 
 
-HANGS_UP_ON_ITS_LAUNCHER = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(2)"
+HANGS_UP_ON_ITS_LAUNCHER = "import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep(1)"
 
 
 def test_a_run_under_nohup_goes_on_when_its_terminal_is_closed(tmp_path):
@@ -308,7 +309,7 @@ def test_a_trainer_that_has_begun_may_save_when_the_last_server_is_lost(
         "megatron_dapo.servers.run_servers.ServerSupervisor", lambda *_, **__: LostServers(were_healthy)
     )
     started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}"])
-    ranks = rank_script("time.sleep(2); open('saved', 'w'); sys.exit(7)")
+    ranks = rank_script(f"time.sleep({0.3 if were_healthy else 600}); open('saved', 'w'); sys.exit(7)")
     monkeypatch.chdir(tmp_path)
     assert run_local(started, ranks) == code
     assert (tmp_path / "saved").exists() == were_healthy
@@ -344,7 +345,6 @@ def run_with(monkeypatch, tmp_path: Path, look, code: str, *overrides: str) -> t
         return made[0]
 
     monkeypatch.setattr("megatron_dapo.servers.run_servers.ServerSupervisor", make)
-    monkeypatch.setattr("launch.local.POLL_INTERVAL_S", 0.05)
     started = load_config(None, [f"trainer.run_dir={tmp_path / 'run'}", *overrides])
     return run_local(started, rank_script(code)), made[0]
 

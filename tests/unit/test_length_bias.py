@@ -123,8 +123,9 @@ def controller_trained_over_drawn(groups: list[Group]) -> float:
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_the_controller_trains_on_responses_as_long_as_drawn_ones(folder, max_staleness):
-    groups = trained_by_controller(folder, replace(CONTROLLED, max_staleness=max_staleness))
-    assert len(groups) == CONTROLLED.num_steps * CONTROLLED.train_batch_size
+    recipe = replace(CONTROLLED, max_staleness=max_staleness, num_steps=8)  # exact for any number
+    groups = trained_by_controller(folder, recipe)
+    assert len(groups) == recipe.num_steps * recipe.train_batch_size
     assert controller_trained_over_drawn(groups) == pytest.approx(1.0, abs=0.01)
     # so that the result is not that of a waiting controller:
     # some responses were written by several versions

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform.cpu_ledger import CpuLedger
 from megatron_dapo.training.distribute import StepDistributor
-from megatron_dapo.training.parked import Parked, holdings
+from megatron_dapo.training.parked import STATES, WEIGHTS, Parked, holdings
 from megatron_dapo.training.policy import Policy
 from megatron_dapo.training.roles import NoCritic, NoReference
 from tests.live_bytes import resident_storages
@@ -74,7 +74,7 @@ def test_all_of_a_trained_model_goes_and_comes_back_as_it_was(layout, model_path
     tables = {buffer.untyped_storage() for chunk in policy.model.chunks for buffer in chunk.buffers()}
     own = [storage for storage in resident_storages() if storage not in before | tables]
     held = holdings(policy)
-    kept = [(t, t.clone()) for t in (*held.weights.values(), *held.states.values())]
+    kept = [(t, t.clone()) for t in (*held[WEIGHTS].values(), *held[STATES].values())]
     gradients = [buffer.grad_data for stage in policy.state.stages for buffer in stage.buffers]
     num_bytes = sum(storage.nbytes() for storage in own)
     num_trained = sum(p.numel() for chunk in policy.model.chunks for p in chunk.parameters())

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_dapo.__main__ import main
 from megatron_dapo.commands.plan import search, step_time
-from megatron_dapo.commands.plan.search import ConfigSource, candidates, changed_overrides
+from megatron_dapo.commands.plan.fitting import changed_overrides
+from megatron_dapo.commands.plan.search import ConfigSource, candidates
 from megatron_dapo.commands.plan.server_time import ServerSpeed
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.simulation import Machines, Recipe

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import inspect
 import json
-import sys
 from dataclasses import fields, is_dataclass, replace
 from typing import get_args, get_origin, get_type_hints
 
@@ -29,7 +28,7 @@ from megatron_dapo.rollout.handle import RolloutHandle
 from megatron_dapo.rollout.start import start_rollout
 from megatron_dapo.rollout.synthetic_batches import SyntheticBatches
 from megatron_dapo.storage.run_folder import batch_file
-from tests.fake_rollout import FakeServer, Script, make_config, write_files
+from tests.fake_rollout import FakeServer, Script, make_config
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -146,14 +145,6 @@ def test_every_source_of_batches_takes_the_calls_of_the_trainer(source):
     assert len(calls) == 10
     for name in calls:
         assert inspect.signature(getattr(source, name)) == inspect.signature(getattr(BatchSource, name)), name
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_files(tmp_path, num_val=2)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield tmp_path
-    sys.modules.pop("fake_rewards", None)
 
 
 def test_the_controller_dumps_what_it_hands_to_the_trainer_and_a_replay_needs_no_server(folder):

@@ -3,6 +3,7 @@
 Never in a traceback, never in a wait, and within bounds of memory.
 """
 
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import struct
 import zipfile
 import zlib
 from base64 import b64decode
+from functools import cache
 
 import numpy as np
 import pytest
@@ -132,9 +134,9 @@ def endless(path_of):
 
 
 def many_names(run: RunFolder) -> None:
-    """Two thousand records, each with its own thousand names:
-    a table of them would have 4e9 places."""
-    lines = [json.dumps({"step": s, "time": START, **{f"m/{s}-{n}": 1 for n in range(1000)}}) for s in range(4, 2004)]
+    """Eight hundred records, each with its own eight hundred names: a table of them would have 5e8
+    places."""
+    lines = [json.dumps({"step": s, "time": START, **{f"m/{s}-{n}": 1 for n in range(800)}}) for s in range(4, 804)]
     run.metrics.write_text(run.metrics.read_text() + "\n".join(lines) + "\n")
 
 
@@ -162,17 +164,25 @@ def stored(**arrays: np.ndarray):
     return damage
 
 
-def bomb(run: RunFolder) -> None:
-    """2.6 GB of zeros in a few megabytes."""
-    header = str({"descr": "<i4", "fortran_order": False, "shape": (650_000_000,)}).ljust(117) + "\n"
+@cache
+def packed_zeros() -> bytes:
+    """An archive with an array of 1.3 GB of zeros, more than the bound of memory, in a few
+    megabytes."""
+    header = str({"descr": "<i4", "fortran_order": False, "shape": (325_000_000,)}).ljust(117) + "\n"
     head = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode()
+    file = io.BytesIO()
     with (
-        zipfile.ZipFile(run.rollout_tokens(1), "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
         archive.open("lengths.npy", "w", force_zip64=True) as member,
     ):
         member.write(head)
-        for _ in range(2600):
+        for _ in range(1300):
             member.write(bytes(1_000_000))
+    return file.getvalue()
+
+
+def bomb(run: RunFolder) -> None:
+    run.rollout_tokens(1).write_bytes(packed_zeros())
 
 
 def claims_much(run: RunFolder) -> None:

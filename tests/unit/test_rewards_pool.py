@@ -327,7 +327,7 @@ def test_a_function_that_replaces_parts_of_the_worker_costs_samples_and_no_more(
 
 
 def test_what_a_function_imports_in_its_calls_does_not_take_the_time_of_the_first_response(tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(3)\nanswer = 'yes'\n")
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nanswer = 'yes'\n")
     (tmp_path / "never_used.py").write_text("import os\nos._exit(9)\n")
     (tmp_path / "lazy_rewards.py").write_text(
         textwrap.dedent(

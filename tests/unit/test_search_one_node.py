@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.commands.plan import search, step_time
-from megatron_dapo.commands.plan.search import ConfigSource, candidates, changed_overrides, gpus_of, search_report
+from megatron_dapo.commands.plan.fitting import changed_overrides
+from megatron_dapo.commands.plan.search import ConfigSource, candidates, gpus_of, search_report
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.step_time import Assumptions, phase_times, step_recipe
 from megatron_dapo.config.keys import value_of, with_keys

@@ -33,6 +33,7 @@ def short_times(monkeypatch):
     times |= {"SUSPECT_LIMIT_S": 1.5, "GENERATE_LIMIT_S": 1.5}
     for name, value in times.items():
         monkeypatch.setattr(server_watch, name, value)
+    monkeypatch.setattr("megatron_dapo.servers.supervisor.POLL_INTERVAL_S", 0.05)
     monkeypatch.setattr("megatron_dapo.servers.supervisor.PUSH_MARGIN_S", 0.0)
 
 

@@ -211,16 +211,16 @@ def wheel(folder: Path, name: str, version: str, *needs: str) -> None:
         file.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("PIP_CONSTRAINT", "constraint.txt"),  # in NVIDIA's containers
-        ("PIP_USER", "1"),
-        ("PIP_TARGET", "elsewhere"),
-        ("PIP_PREFIX", "elsewhere"),
-    ],
-)
-def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout, variable, value):
+# each alone would end the setup; the first one is in NVIDIA's containers
+PIP_VARIABLES = {
+    "PIP_CONSTRAINT": "constraint.txt",
+    "PIP_USER": "1",
+    "PIP_TARGET": "elsewhere",
+    "PIP_PREFIX": "elsewhere",
+}
+
+
+def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_triton_beside_it(checkout):
     """A CUDA build on a machine without a GPU, from pip's usual index. The user's environment may
     ask for anything."""
     empty_environment(checkout)
@@ -229,7 +229,7 @@ def test_a_torch_that_insists_on_another_triton_is_installed_and_the_locks_trito
     wheel(checkout, "torch", "2.13.0", "triton==3.7.1")
     wheel(checkout, "triton", "3.7.1")
     wheel(checkout, "triton", "3.8.0")
-    done = setup(checkout, PYTHON=sys.executable, **{variable: value})
+    done = setup(checkout, PYTHON=sys.executable, **PIP_VARIABLES)
     failed = [line for line in done.stdout.splitlines() if line.endswith("FAILED")]
     # there is no setuptools
     assert len(failed) == 1 and "this project, in place" in failed[0], done.stderr

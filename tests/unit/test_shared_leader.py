@@ -164,6 +164,11 @@ class World:
         self.calls.close()
 
 
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr(shared_leader, "_POLL_S", 0.002)
+
+
 @pytest.fixture
 def world(tmp_path):
     made = World(tmp_path, 2)
@@ -178,7 +183,7 @@ def test_a_server_sleeps_and_comes_back_with_all_its_memory(world):
     world.leader.give_to_trainer()
     assert world.push(1) == list(world.servers)
     assert not one.is_paused and not one.released and not one.has_session
-    assert world.lease.is_with_servers() and not world.lease.read().condemned
+    assert world.lease.read().holder is Holder.SERVERS and not world.lease.read().condemned
 
 
 def test_a_server_that_does_not_fall_asleep_is_killed_before_the_trainer_goes_on(world):

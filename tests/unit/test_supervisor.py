@@ -1,15 +1,16 @@
 """The supervisor of the servers, with servers that start at once in place of SGLang."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -24,12 +25,16 @@ from megatron_dapo.servers.server_command import ServerCommand, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.supervisor import ReservedPort, ServerFailure, ServerSupervisor
 from tests import fake_server
-from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
 PROGRAM = f"-m megatron_dapo.servers.keyed_sglang {Path('runs/run/.server_key').absolute()}"
 SERVER = "actor_rollout_ref.rollout.server"
+
+
+@pytest.fixture(autouse=True)
+def short_polls(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.servers.supervisor.POLL_INTERVAL_S", 0.05)
 
 
 def supervisor(tmp_path: Path, behaviour: str, *keys: str, overrides: Sequence[str] = ()) -> ServerSupervisor:
@@ -129,16 +134,13 @@ def test_stop_ends_children_that_moved_to_a_session_of_their_own(tmp_path):
     assert eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-SUPERVISED = """
-import sys, time
-from pathlib import Path
-from tests.unit.test_supervisor import supervisor
-servers = supervisor(Path(sys.argv[1]), sys.argv[2], "num_servers=2")
-servers.start()
-servers.wait_healthy()
-print(*servers.pids(), flush=True)
-time.sleep(600)
-"""
+def own_servers(folder: Path, pids: Connection) -> None:
+    """Start servers in a process of its own, and send their process ids."""
+    servers = supervisor(folder, "leaves files", "num_servers=2")
+    servers.start()
+    servers.wait_healthy()
+    pids.send(servers.pids())
+    time.sleep(600)
 
 
 def left_by(folder: Path, number: int) -> list[Path]:
@@ -167,17 +169,21 @@ def test_nothing_that_a_server_keeps_elsewhere_is_left_after_a_restart_or_a_stop
 
 def test_servers_end_with_a_killed_supervisor_and_what_they_left_is_removed_by_the_next(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    context = multiprocessing.get_context("fork")  # before there are threads
+    pids, sending = context.Pipe(duplex=False)
+    owner = context.Process(target=own_servers, args=(tmp_path / "killed", sending), daemon=True)
+    owner.start()
+    sending.close()
+    servers = [psutil.Process(pid) for pid in pids.recv()]
     living = supervisor(tmp_path / "living", "leaves files")
     living.start()
     living.wait_healthy()
-    command = [sys.executable, "-c", SUPERVISED, str(tmp_path / "killed"), "leaves files"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as owner:
-        servers = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
-        owner.kill()
-        alive = psutil.wait_procs(servers, timeout=20)[1]
-        for process in alive:
-            process.kill()
-        assert not alive, "they went on without their supervisor"
+    owner.kill()
+    alive = psutil.wait_procs(servers, timeout=20)[1]
+    for process in alive:
+        process.kill()
+    owner.join()
+    assert not alive, "they went on without their supervisor"
     left = [path for number in range(2) for path in left_by(tmp_path / "killed", number)]
     assert all(path.exists() for path in left)
     following = supervisor(tmp_path / "next", "serves")

@@ -37,8 +37,9 @@ def lease(tmp_path) -> LeaseFolder:
 
 
 @pytest.fixture
-def made(tmp_path):
+def made(tmp_path, monkeypatch):
     """Servers, made and ended; answers(text) is what all say from now on about their health."""
+    monkeypatch.setattr(supervisor_module, "POLL_INTERVAL_S", 0.05)
     file = tmp_path / "answers.json"
     all_made: list[ServerSupervisor] = []
 

@@ -5,7 +5,6 @@ import gzip
 import json
 import math
 import re
-import sys
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.token_checks import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, find_fault
 from megatron_dapo.storage.run_folder import batch_file
-from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
+from tests.fake_rollout import WORDS, FakeServer, Script, make_config
 from tests.synthetic import synthetic_groups
 
 pytestmark = pytest.mark.unit
@@ -120,15 +119,6 @@ def test_a_batch_with_a_number_that_cannot_be_is_named_with_the_sample(tmp_path,
 def test_the_other_numbers_of_a_batch_are_looked_at_too(tmp_path, changes, words):
     with pytest.raises(UserError, match=f"group group1, sample 3 has .*{words}"):
         replayed(tmp_path, **changes)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    write_files(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("megatron_dapo.rollout.sampling._FIRST_PAUSE_S", 0.01)
-    yield tmp_path
-    sys.modules.pop("fake_rewards", None)
 
 
 class Nonsense(FakeServer):

@@ -2,13 +2,13 @@
 be followed."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import critic_batching, parallel_sizes, uses_critic
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
-from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
@@ -102,15 +102,27 @@ def _layouts(config: Config, actor: ModelSpec, critic: ModelSpec | None, nodes: 
             continue
         yield {
             "trainer.nnodes": nodes,
-            f"{MEGATRON}.tensor_model_parallel_size": tp,
-            f"{MEGATRON}.pipeline_model_parallel_size": pp,
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
-            f"{MEGATRON}.pipeline_layers": None,
-            f"{MEGATRON}.expert_model_parallel_size": ep,
-            f"{MEGATRON}.sequence_parallel": tp > 1,
+            **layout_keys(tp, pp, ep),
             f"{MEGATRON}.use_distributed_optimizer": True,
             **{f"{MEGATRON}.{name}": value for name, value in ALL_LAYERS.items()},
         }
+
+
+def layout_keys(tp: int, pp: int, ep: int) -> dict[str, Any]:
+    """Return the keys of a layout with these sizes, its layers divided evenly."""
+    return {
+        f"{MEGATRON}.tensor_model_parallel_size": tp,
+        f"{MEGATRON}.pipeline_model_parallel_size": pp,
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
+        f"{MEGATRON}.pipeline_layers": None,
+        f"{MEGATRON}.expert_model_parallel_size": ep,
+        f"{MEGATRON}.sequence_parallel": tp > 1,
+    }
+
+
+def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
+    """Return the keys with other values than a config's, in the form of a command line."""
+    return [f"{key}={show_text(value)}" for key, value in keys.items() if value_of(config, key) != value]
 
 
 def mini_batches(config: Config) -> list[int]:

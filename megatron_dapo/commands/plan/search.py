@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checks.run_checks import load_and_validate
-from megatron_dapo.commands.plan.fitting import cuts_server, mini_batches
+from megatron_dapo.commands.plan.fitting import SERVER_TP, changed_overrides, cuts_server, layout_keys, mini_batches
 from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD
 from megatron_dapo.commands.plan.step_time import (
     Assumptions,
@@ -224,7 +224,7 @@ def _fastest_servers(
         if per_node % tp or not cuts_server(spec, tp):
             continue
         num_servers = num_gpus // tp
-        keys: dict[str, Any] = {f"{SERVER}.num_servers": num_servers, f"{SERVER}.tensor_model_parallel_size": tp}
+        keys: dict[str, Any] = {f"{SERVER}.num_servers": num_servers, SERVER_TP: tp}
         changed = with_keys(config, keys)
         if server_memory(changed, spec, source.critic).num_tokens < longest:
             continue
@@ -253,15 +253,7 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
         ep = math.gcd(megatron.expert_model_parallel_size, num_gpus // pp)
         if num_gpus // pp % (ep * megatron.expert_tensor_parallel_size):
             continue
-        keys = {
-            f"{MEGATRON}.tensor_model_parallel_size": tp,
-            f"{MEGATRON}.pipeline_model_parallel_size": pp,
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size": None,
-            f"{MEGATRON}.pipeline_layers": None,
-            f"{MEGATRON}.context_parallel_size": cp,
-            f"{MEGATRON}.expert_model_parallel_size": ep,
-            f"{MEGATRON}.sequence_parallel": tp > 1,
-        }
+        keys = {**layout_keys(tp, pp, ep), f"{MEGATRON}.context_parallel_size": cp}
         for offloaded in (0.0, 1.0):
             tried = keys | {OFFLOAD: offloaded}
             recompute = least_that_fits(with_keys(config, tried), source.actor, source.critic)
@@ -282,26 +274,6 @@ def _can_push(config: Config, source: ConfigSource) -> bool:
 
 def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
     return pp <= spec.num_layers and not (spec.num_heads % tp or spec.num_kv_heads % tp)
-
-
-def changed_overrides(config: Config, keys: Mapping[str, Any]) -> list[str]:
-    """Return the keys with other values than a config's, in the form of a command line."""
-    return [f"{key}={_as_text(value)}" for key, value in keys.items() if _value_of(config, key) != value]
-
-
-def _value_of(config: Config, key: str) -> object:
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _as_text(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{', '.join(value)}]" if isinstance(value, list) else str(value)
 
 
 def search_report(source: ConfigSource, config: Config, assumed: Assumptions, staleness: Sequence[int]) -> str:
@@ -355,7 +327,7 @@ def _line(number: int, pair: tuple[Candidate, StepTime], source: ConfigSource) -
     keys, config = candidate.keys, candidate.config
     sizes = parallel_sizes(config)
     num_bytes = trainer_memory(config, source.actor, source.critic).total
-    tp = keys[f"{SERVER}.tensor_model_parallel_size"]
+    tp = keys[SERVER_TP]
     sampling = keys[f"{SERVER}.num_servers"] * tp
     gpus = f"{sizes.world} in turns" if keys[SHARED] else f"{sizes.world}:{sampling}"
     servers = f"{keys[f'{SERVER}.num_servers']}xTP{tp} x {candidate.parts.server.slots}"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from megatron_dapo.commands.plan.training_time import WIDTH, Efficiency
 from megatron_dapo.common.sizes import MIB, ceil_div
-from megatron_dapo.config.derived import ParallelSizes, has_given_servers, shares_gpus, world_size
+from megatron_dapo.config.derived import has_given_servers, shares_gpus, world_size
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.estimates.hardware import Hardware
-from megatron_dapo.estimates.memory import num_expert_parameters, num_parameters
+from megatron_dapo.estimates.memory import num_all_parameters, num_expert_parameters
 from megatron_dapo.estimates.server_memory import cache_width
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
@@ -93,11 +93,6 @@ def server_speed(
         slots=slots,
         prefill_s=active / rate,
     )
-
-
-def num_all_parameters(spec: ModelSpec) -> int:
-    """Return the parameters of the whole model."""
-    return sum(num_parameters(spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), stage=0))
 
 
 def active_parameters(spec: ModelSpec) -> int:

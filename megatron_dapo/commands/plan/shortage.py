@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_dapo.commands.plan.fitting import (
     SERVER_TP,
+    changed_overrides,
     in_gb,
     least_server_memory,
     node_counts,
@@ -15,7 +16,7 @@ from megatron_dapo.commands.plan.fitting import (
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers
 from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
-from megatron_dapo.config.keys import show_text, value_of, with_keys
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.memory import (
@@ -104,8 +105,7 @@ def _layout(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
 
 
 def _fitting(config: Config, keys: Mapping[str, Any]) -> str:
-    changed = [f"{key}={show_text(value)}" for key, value in keys.items() if value_of(config, key) != value]
-    return f"these fit by the estimate: {' '.join(changed)}"
+    return f"these fit by the estimate: {' '.join(changed_overrides(config, keys))}"
 
 
 def _same_gpus(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:

@@ -105,7 +105,7 @@ def _usual_prompt(config: Config) -> int:
 @dataclass(frozen=True)
 class PhaseTimes:
     """The phases of a rollout step, trainer and servers separately, before the simulation combines
-    them. (weight_sync.pause_mode in_place)."""
+    them."""
 
     server: ServerSpeed
     """One of num_servers."""
@@ -120,7 +120,7 @@ class PhaseTimes:
     push: float
     prefill_s: float
     """At a push with K above 0 each server prefills its running requests again, unless they keep
-    their caches"""
+    their caches (weight_sync.pause_mode in_place)."""
     moving: float = 0.0
     """On shared GPUs: memory of the trainer to the host and back."""
 
@@ -132,7 +132,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A rollout step at one max_staleness. bound on age then holds slots back."""
+    """A rollout step at one max_staleness."""
 
     max_staleness: int
     step: float
@@ -140,7 +140,7 @@ class StepTime:
     """Seconds that the trainer waits for the batch."""
     tail: float | None
     """Part of `sampling` with free slots at servers, weighted by their number. None with
-    max_staleness above 0: the"""
+    max_staleness above 0: the bound on age then holds slots back."""
     push: float
     """With the prefill of the running requests."""
     trainer_idle: float

@@ -77,7 +77,7 @@ UNSANDBOXED = Way("none", is_sandbox=False)
 
 
 @dataclass
-class SandboxSettings:
+class _SandboxSettings:
     """The settings of this process."""
 
     way: Way | None = None
@@ -98,7 +98,7 @@ class SandboxSettings:
         return self.way
 
 
-SETTINGS = SandboxSettings()
+SETTINGS = _SandboxSettings()
 
 
 def find_way() -> Way:

@@ -61,7 +61,8 @@ def main() -> int:
 
     asyncio.run(healthy())
     generator = torch.Generator(device).manual_seed(0)
-    sizes = {"model.embed_tokens.weight": (8192, 1024), "lm_head.weight": (8192, 1024), "model.norm.weight": (1024,)}
+    rows = 8192 if gpu else 2048
+    sizes = {"model.embed_tokens.weight": (rows, 1024), "lm_head.weight": (rows, 1024), "model.norm.weight": (1024,)}
     sizes |= {f"model.layers.{i}.mlp.down_proj.weight": (1024, 2816) for i in range(4 if gpu else 1)}
     dtype = torch.bfloat16 if gpu else torch.float32
     layout = ParallelLayout.initialize()

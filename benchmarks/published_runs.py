@@ -34,8 +34,7 @@ SLOTS = 1024
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row of a page: groups x n samples per step, in mini_batches optimizer steps. estimate of
-    `score` right, so that this part is no check."""
+    """A row of a page: groups x n samples per step, in mini_batches optimizer steps."""
 
     name: str
     source: str
@@ -43,7 +42,7 @@ class PublishedRun:
     hardware: str
     total_length: float | None
     """Mean tokens of a sample with its prompt. None if the page does not say: then the length that
-    makes the"""
+    makes the estimate of `score` right, so that this part is no check."""
     longest: int
     """Of a response."""
     groups: int
