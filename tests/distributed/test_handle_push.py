@@ -7,15 +7,16 @@ import json
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Deadline
-from megatron_dapo.weight_sync import handles
-from megatron_dapo.weight_sync.buckets import Bucket, handle_plan
-from megatron_dapo.weight_sync.handles import HandleSender, make_place_group, places
+from megatron_dapo.weight_sync import handle_push, handles
+from megatron_dapo.weight_sync.buckets import Bucket
 from megatron_dapo.weight_sync.servers import UNFINISHED_VERSION, ServerCalls
 from tests.distributed.weight_sync_world import WAIT_S, Ranks, ShardedModel, expected_sha256, layout_of, sha256
 from tests.helpers import free_port
@@ -58,23 +59,19 @@ def rank_main(rank: int, pipe: Connection, port: int, sizes: tuple[int, int, int
     limit = timedelta(seconds=WAIT_S)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=NUM_RANKS, rank=rank, timeout=limit)
     model = ShardedModel(layout_of(rank, *sizes), num_large=0)
-    layout, cpu = model.layout, torch.device("cpu")
-    plan = handle_plan(cpu, model.specs(), 1)
-    plans: list = [None] * NUM_RANKS
-    dist.all_gather_object(plans, (layout.pp_rank, rank, plan) if layout.is_source else None)
-    _, ranks, stages = zip(*sorted(filter(None, plans), key=lambda of_rank: of_rank[0]), strict=True)
-    all_places = places(urls, NUM_RANKS)
-    [place] = [place for place in all_places if rank in place.ranks]
     noted: list = []
     failing: list[str] = []
     calls = ServerCalls(lambda url: StandIn(url, noted, failing))
-    handles.serialized = contents
-    sender = HandleSender(model, stages, ranks, place, make_place_group(all_places, WAIT_S), calls, layout, cpu)
+    handle_push.serialized, handle_push.prepare_handles = contents, lambda: None
+    keys, cpu = WeightSyncConfig(bucket_size_mb=1, timeout_s=WAIT_S), torch.device("cpu")
+    nothing: Any = None  # servers that sleep and wake, and a trainer with memory to free
+    places = handles.places(urls, NUM_RANKS)
+    push = handle_push.HandlePush(model, nothing, calls, places, model.layout, keys, cpu, nothing, nothing)
     while (order := pipe.recv()) is not None:
         model.version, members, failing[:] = order
         noted.clear()
-        sent = sender.send(members, model.version, Deadline(WAIT_S))
-        pipe.send(("ok", (list(noted), sent.lost)))
+        _, _, why = push._send(members, model.version, Deadline(WAIT_S))
+        pipe.send(("ok", (list(noted), why)))
 
 
 @pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS)
@@ -89,8 +86,8 @@ def test_every_rank_of_every_server_gets_each_stages_tensors_once_and_the_versio
     with Ranks(rank_main, NUM_RANKS, free_port(), sizes, urls) as trainer:
         for version in (1, 2):
             answers = [answer for _, answer in trainer.order((version, urls, []))]
-            for rank, (updates, lost) in enumerate(answers):
-                assert not lost and bool(updates) == (rank % size == 0), "one rank posts for each server"
+            for rank, (updates, why) in enumerate(answers):
+                assert why is None and bool(updates) == (rank % size == 0), "one rank posts for each server"
             for updates, _ in answers[::size]:
                 check_updates(updates, size, sizes[1], version)
 
@@ -114,5 +111,6 @@ def test_a_server_that_is_no_member_or_dies_costs_the_others_nothing():
         assert [bool(updates) for updates, _ in answers] == [False, False, True, False]
         check_updates(answers[2][0], 2, 2, 1)
         answers = [answer for _, answer in trainer.order((2, urls, urls[1:]))]
-        assert [list(lost) for _, lost in answers] == [[], [], urls[1:], []] and "it died" in answers[2][1][urls[1]]
+        # both ranks of a server know
+        assert [why and "it died" in why for _, why in answers] == [None, None, True, True]
         check_updates(answers[0][0], 2, 2, 2)
