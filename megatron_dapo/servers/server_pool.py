@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import RolloutError, ServersLost, ServersMissing
 from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
+from megatron_dapo.servers.fleet import LOOK_S, moves, usual_factor
 from megatron_dapo.servers.followed_lease import turn_awake
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import KeyRefused, ServerError
@@ -22,6 +25,9 @@ log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 10.0
 _MISSES = 3
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
+
+_SILENT_LOOKS = 3
+"""Looks in a row between which a server with requests may do nothing."""
 
 PAUSE_S = 30.0
 """How long a server with requests may be paused by others than a push."""
@@ -51,6 +57,8 @@ class ServerPool(ServerSlots):
         push_s: float = 0.0,
         keeps_caches: bool = False,
         lease: LeaseFolder | None = None,
+        look_s: float = LOOK_S,
+        may_move: bool = True,
     ) -> None:
         """Prepare; `start` asks the servers.
 
@@ -65,6 +73,8 @@ class ServerPool(ServerSlots):
                 requests.
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
             lease: of shared GPUs. `start` and `expect` come while it is the servers'.
+            look_s: between two looks at the servers' speeds.
+            may_move: requests may go on at other servers.
         """
         super().__init__(max_concurrency, keeps_caches)
         self._listed = listed
@@ -74,8 +84,11 @@ class ServerPool(ServerSlots):
         self._probe_interval_s = probe_interval_s
         self._push_s = push_s
         self._lease = lease
+        self._look_s = look_s
+        self._may_move = may_move
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
+        self._speed_watch: asyncio.Task | None = None
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
@@ -100,6 +113,7 @@ class ServerPool(ServerSlots):
                 )
             await asyncio.sleep(min(self._probe_interval_s, max(deadline - time.monotonic(), 0)))
         self._watch = self._keep_watching(self._watch_all())
+        self._speed_watch = self._keep_watching(self._watch_speeds())
         self._follow()
 
     async def expect(self, version: int) -> None:
@@ -117,7 +131,7 @@ class ServerPool(ServerSlots):
 
     async def close(self) -> None:
         """End the watches, and close the connections to all servers."""
-        watches = [*self._watches.values(), *filter(None, [self._watch])]
+        watches = [*self._watches.values(), *filter(None, [self._watch, self._speed_watch])]
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
@@ -131,7 +145,7 @@ class ServerPool(ServerSlots):
             return
         for url in urls:
             if url not in self._known:
-                self._known[url] = Server(self._connect(url))
+                self._known[url] = Server(self._connect(url), num_seats=self._max_concurrency)
             if url not in before:
                 self._known[url].state = self._known[url].state.after(ServerEvent.LOST)
         self.servers = [self._known[url] for url in urls]
@@ -225,7 +239,7 @@ class ServerPool(ServerSlots):
                 continue
             await self._look_after(server, turn)
             if turn_awake(self._lease) == turn:
-                await self._note_kv_used(server)
+                await self._note_load(server)
 
     async def _look_after(self, server: Server, turn: int) -> None:
         """Ask for its health and its weights; it may miss a check.
@@ -249,6 +263,8 @@ class ServerPool(ServerSlots):
                 server.drop_requests()
             return
         server.num_misses = 0
+        if is_paused:
+            server.speedometer.num_silent = 0
         # found ill by `expect` since it was asked, or put to sleep
         if server.state is ServerState.ILL or turn_awake(self._lease) != turn:
             return
@@ -273,12 +289,15 @@ class ServerPool(ServerSlots):
         if not is_in_push:
             server.drop_requests(version)
 
-    async def _note_kv_used(self, server: Server) -> None:
-        """Note the fill of its cache, if it has requests. Other questions tell its health."""
+    async def _note_load(self, server: Server) -> None:
+        """Note the fill of its cache and its work, if it has requests. Other questions tell its
+        health."""
         if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
             return
         with suppress(ServerError):
-            self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
+            load = await server.client.load(_PROBE_TIMEOUT_S)
+            self._kv_used.add(load.kv_used)
+            server.speedometer.note(load.work)
 
     async def _watch_all(self) -> None:
         while True:
@@ -294,3 +313,53 @@ class ServerPool(ServerSlots):
                     f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
                 )
                 self._wake()
+
+    async def _watch_speeds(self) -> None:
+        while True:
+            last_look = time.monotonic()
+            await asyncio.sleep(self._look_s)
+            if turn_awake(self._lease) is not None:
+                await self._look_at_speeds(last_look)
+
+    async def _look_at_speeds(self, last_look: float) -> None:
+        """Measure the current servers, give them seats by their speed, and move requests.
+
+        Requests of a silent server are moved too, and dropped one look later: only those that it
+        does not hand back begin anew.
+        """
+        for server in self._known.values():
+            if server.state is ServerState.ILL:
+                server.drop_requests()
+        current = self._current()
+        usual = usual_factor(server.speedometer.factor for server in current)
+        for server in current:
+            has_old_ones = server.has_requests_before(last_look)
+            server.speedometer.look(usual, has_requests=server.num_in_flight > 0, has_old_ones=has_old_ones)
+        self._give_seats()
+        for server in current:
+            if server.speedometer.num_silent >= _SILENT_LOOKS:
+                await self._give_up(server)
+        await self._move_requests()
+
+    async def _give_up(self, server: Server) -> None:
+        server.speedometer.num_silent = 0
+        why = f"it answers, and has written nothing for {_SILENT_LOOKS * self._look_s:g} s"
+        self._report_unresponsive({server.url: why})
+        self._note(server, ServerEvent.STUCK, f"is ill: {why}")
+        await server.move_requests(None, _PROBE_TIMEOUT_S)
+
+    async def _move_requests(self) -> None:
+        current = self._current()
+        is_blocked = self.is_blocked()
+        self.num_blocked_looks += is_blocked
+        if not self._may_move:
+            return
+        under_way = [pair for server in current for pair in server.requests_under_way()]
+        order = {uid: number for number, uid in enumerate(sorted({uid for uid, _ in under_way}))}
+        requests = [replace(request, group=order[uid]) for uid, request in under_way]
+        names: dict[str, set[str]] = defaultdict(set)
+        for move in moves([server.load for server in current], requests, is_blocked):
+            names[move.source].add(move.request)
+        # a failed question or abort moves nothing
+        asked = (server.move_requests(names[server.url], _PROBE_TIMEOUT_S) for server in current if server.url in names)
+        await asyncio.gather(*asked, return_exceptions=True)

@@ -1,14 +1,15 @@
-"""The servers of a run with their slots; a request goes to the least loaded with the weights."""
+"""The servers of a run with their slots; a request goes to the one that answers soonest."""
 
 import asyncio
 import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
+from megatron_dapo.servers.fleet import pick, seats, usual_factor
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 _ABORT_INTERVAL_S = 0.1
 # for one call: after an answer a server is asked again, without waiting for the slow ones
 _ABORT_CALL_S = 0.5
+
+_NOISE = 0.1
+"""Difference of two equal servers' measured factors. Such ones count as equal."""
 
 
 class ServerSlots:
@@ -37,6 +41,11 @@ class ServerSlots:
         self.servers: list[Server] = []
         self.version: int | None = None
         self.is_aborting = False
+        self.is_blocked: Callable[[], bool] = lambda: False  # slow requests hold up the run
+        # of the looks since `take_fleet_metrics`
+        self.factor_max = 1.0
+        self.num_slow = 0
+        self.num_blocked_looks = 0
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
@@ -109,8 +118,7 @@ class ServerSlots:
     @property
     def num_free_slots(self) -> int:
         """Return the free slots of current servers, less the requests waiting for one."""
-        current = (server for server in self.servers if server.state is ServerState.CURRENT)
-        free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
+        free = sum(max(server.num_seats - server.num_in_flight, 0) for server in self._current())
         return max(free - self._num_waiting, 0)
 
     async def wait_for_slot_change(self) -> None:
@@ -124,11 +132,15 @@ class ServerSlots:
         self._raise_failure()
 
     @asynccontextmanager
-    async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
+    async def slot(
+        self, avoid: Collection[str] = (), prefer: str | None = None, is_first: bool = False
+    ) -> AsyncIterator[Server]:
         """Hold a slot of a current server; wait while all are full or down.
 
         avoid: servers to take only if no other is free.
-        prefer: the server with the text's prefix in its cache; else the least loaded.
+        prefer: the server with the text's prefix in its cache, unless it is slow; else the one that
+            writes soonest.
+        is_first: before all waiting requests.
 
         Raises NeedsSync if all answering servers are behind, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
@@ -137,7 +149,7 @@ class ServerSlots:
         try:
             while (server := self._pick(avoid, prefer)) is None:
                 waiter = asyncio.get_running_loop().create_future()
-                self._waiters.append(waiter)
+                (self._waiters.appendleft if is_first else self._waiters.append)(waiter)
                 await waiter
         except BaseException:  # it may have been woken for a slot, taken then by another request
             self._wake(1)
@@ -174,19 +186,21 @@ class ServerSlots:
             # a request on its way is not known to its server yet
             await asyncio.sleep(_ABORT_INTERVAL_S)
 
+    def _current(self) -> list[Server]:
+        return [server for server in self.servers if server.state is ServerState.CURRENT]
+
     def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         self._raise_failure()
         if self.is_aborting:
             raise Aborted
-        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        current = self._current()
         if not current and (behind := self.urls(ServerState.BEHIND)):
             raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(behind)}")
-        free = [server for server in current if server.num_in_flight < self._max_concurrency]
-        return min(
-            free,
-            key=lambda server: (server.url in avoid, server.url != prefer, server.num_in_flight),
-            default=None,
-        )
+        by_url = {server.url: server for server in current}
+        if prefer in by_url and by_url[prefer].num_seats < self._max_concurrency:
+            prefer = None
+        url = pick((server.load for server in current), avoid=avoid, prefer=prefer)
+        return by_url[url] if url else None
 
     def _raise_failure(self) -> None:
         if failure := self._watch_failure or self._failure:
@@ -220,9 +234,9 @@ class ServerSlots:
 
     def _account(self) -> None:
         """Add the present to the means over time, and note since when all servers are down."""
-        current = [server for server in self.servers if server.state is ServerState.CURRENT]
+        current = self._current()
         self._capacity.add(len(current))
-        num_slots = len(current) * self._max_concurrency
+        num_slots = sum(max(server.num_seats, server.num_in_flight) for server in current)
         self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
         there = [server for server in self.servers if server.answers]
         num_without = sum(server.num_in_flight == 0 for server in there)
@@ -231,3 +245,26 @@ class ServerSlots:
             self._all_down_since = None
         elif self._all_down_since is None:
             self._all_down_since = time.monotonic()
+
+    def _give_seats(self) -> None:
+        """Give the current servers seats by their measured speeds."""
+        current = self._current()
+        granted = seats({server.url: server.speedometer.factor for server in current}, self._max_concurrency)
+        usual = usual_factor(server.speedometer.factor for server in current)
+        for server in current:
+            factor = server.speedometer.factor
+            ratio = factor / usual if factor and usual else 1.0
+            server.factor = 1.0 if abs(ratio - 1.0) <= _NOISE else ratio
+            if server.num_seats > granted[server.url] == 0:
+                log.warning(
+                    "server %s takes %.1f times as long for a token as the others: it gets no requests until it is "
+                    "faster",
+                    server.url,
+                    ratio,
+                )
+            self.factor_max = max(self.factor_max, server.factor)
+            server.num_seats = granted[server.url]
+        num_slow = sum(server.num_seats < self._max_concurrency for server in current)
+        self.num_slow = max(self.num_slow, num_slow)
+        self._account()
+        self._wake()
