@@ -167,6 +167,8 @@ class Controller:
             "rollout/slots_used": self._servers.mean_slots_used(),
             "rollout/servers_waiting": self._servers.mean_without_requests(),
             "rollout/held_s": self._filling.take_held_s(),
+            "rollout/num_moves": counts.pop("moves", 0),
+            **self._servers.take_speeds(),
             **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }

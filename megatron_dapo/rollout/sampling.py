@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -241,7 +240,8 @@ class Sampler:
         failures: dict[str, str] = {}  # url -> its last failure
         num_failures = 0
         while True:
-            async with self._servers.slot(failures, budget.server_url, answer.moved_at is not None) as server:
+            avoid = {*failures, answer.moved_from}
+            async with self._servers.slot(avoid, budget.server_url, answer.moved_at is not None) as server:
                 seconds_left = budget.seconds_left
                 try:
                     part = await self._ask(server, group, tokens, params, budget)
@@ -259,8 +259,7 @@ class Sampler:
                         if self._routers is not None:
                             _require_experts(whole, server.url)
                         return whole
-                    answer.keep(part)
-                    answer.moved_at = time.monotonic()
+                    answer.move(part, server.url)
                     budget.server_url = None
                     self.counts["moves"] += 1
                     continue
@@ -272,6 +271,7 @@ class Sampler:
                     self._servers.mark_behind(server, reason)
                     continue
             failures[server.url] = reason
+            answer.moved_from = ""
             budget.seconds_left = seconds_left  # the failed server costs nothing
             num_failures += 1
             if num_failures > self._keys.max_retries:

@@ -1,5 +1,6 @@
 """An answer as it grows, perhaps written by several servers one after another."""
 
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,7 @@ class Answer:
     group: str = ""  # uid of the group; the oldest draw's sorts first
     parts: Generation | None = None  # by earlier servers
     is_moving: bool = False  # its request is to end, and to go on at another server
+    moved_from: str = ""  # URL of the server left last
     moved_at: float | None = None  # on the monotonic clock; None: never
 
     @property
@@ -22,13 +24,15 @@ class Answer:
         """Return the kept tokens, [L]."""
         return nothing(TOKEN) if self.parts is None else self.parts.tokens
 
-    def keep(self, part: Generation) -> None:
-        """Keep an aborted part for the next server.
+    def move(self, part: Generation, url: str) -> None:
+        """Leave a server, and keep its aborted part for the next one.
 
         Its last token is left out: it may end the answer, even if SGLang says "abort", and nothing
         may follow an end. It is left out whatever it is, and drawn anew from the same distribution:
         ends are as frequent as without the move.
         """
+        self.moved_from = url
+        self.moved_at = time.monotonic()
         arrays = {"tokens": part.tokens, "log_probs": part.log_probs, "weight_versions": part.weight_versions}
         if len(part.tokens) > 1:
             self.parts = self.whole(replace(part, **{name: array[:-1] for name, array in arrays.items()}))

@@ -36,6 +36,7 @@ class Server:
     state: ServerState = ServerState.DOWN
     num_in_flight: int = 0  # requests that hold a slot
     num_misses: int = 0  # failed health checks in a row
+    is_paused: bool = False  # or ill, by the last health check
     paused_since: float | None = None  # first seen paused with its present requests
     num_seats: int = 0  # requests that it may hold, by its speed
     factor: float = 1.0  # seconds per token over the usual server's

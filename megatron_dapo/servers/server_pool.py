@@ -263,8 +263,7 @@ class ServerPool(ServerSlots):
                 server.drop_requests()
             return
         server.num_misses = 0
-        if is_paused:
-            server.speedometer.num_silent = 0
+        server.is_paused = is_paused
         # found ill by `expect` since it was asked, or put to sleep
         if server.state is ServerState.ILL or turn_awake(self._lease) != turn:
             return
@@ -332,8 +331,10 @@ class ServerPool(ServerSlots):
                 server.drop_requests()
         current = self._current()
         usual = usual_factor(server.speedometer.factor for server in current)
+        # a push pauses all; SGLang says of an ill server that it is paused
+        is_push = all(server.is_paused for server in current)
         for server in current:
-            has_old_ones = server.has_requests_before(last_look)
+            has_old_ones = server.has_requests_before(last_look) and not is_push
             server.speedometer.look(usual, has_requests=server.num_in_flight > 0, has_old_ones=has_old_ones)
         self._give_seats()
         for server in current:
@@ -346,12 +347,15 @@ class ServerPool(ServerSlots):
         why = f"it answers, and has written nothing for {_SILENT_LOOKS * self._look_s:g} s"
         self._report_unresponsive({server.url: why})
         self._note(server, ServerEvent.STUCK, f"is ill: {why}")
-        await server.move_requests(None, _PROBE_TIMEOUT_S)
+        if self._may_move:
+            await server.move_requests(None, _PROBE_TIMEOUT_S)
+        else:
+            server.drop_requests()
 
     async def _move_requests(self) -> None:
         current = self._current()
         is_blocked = self.is_blocked()
-        self.num_blocked_looks += is_blocked
+        self._speeds.blocked_s += is_blocked * self._look_s
         if not self._may_move:
             return
         under_way = [pair for server in current for pair in server.requests_under_way()]

@@ -5,8 +5,9 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.servers.fleet import pick, seats, usual_factor
@@ -22,6 +23,21 @@ _ABORT_CALL_S = 0.5
 
 _NOISE = 0.1
 """Difference of two equal servers' measured factors. Such ones count as equal."""
+
+
+@dataclass
+class SpeedsSeen:
+    """The looks at the servers' speeds during a step."""
+
+    factor_max: float = 1.0
+    num_slow: int = 0  # most servers at once with fewer seats than a usual one
+    blocked_s: float = 0.0
+
+    def note(self, servers: Sequence[Server], max_concurrency: int) -> None:
+        """Count one look at the current servers."""
+        self.factor_max = max(self.factor_max, *(server.factor for server in servers), 0.0)
+        num_slow = sum(server.num_seats < max_concurrency for server in servers)
+        self.num_slow = max(self.num_slow, num_slow)
 
 
 class ServerSlots:
@@ -42,10 +58,7 @@ class ServerSlots:
         self.version: int | None = None
         self.is_aborting = False
         self.is_blocked: Callable[[], bool] = lambda: False  # slow requests hold up the run
-        # of the looks since `take_fleet_metrics`
-        self.factor_max = 1.0
-        self.num_slow = 0
-        self.num_blocked_looks = 0
+        self._speeds = SpeedsSeen()
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
@@ -84,6 +97,19 @@ class ServerSlots:
         Only servers with requests are looked at. None without a look.
         """
         return self._kv_used.take()
+
+    def take_speeds(self) -> dict[str, float]:
+        """Return the metrics of the servers' speeds since the last call."""
+        seen, self._speeds = self._speeds, SpeedsSeen()
+        metrics = {
+            "rollout/server_factor_max": seen.factor_max,
+            "rollout/servers_slow": seen.num_slow,
+            "rollout/blocked_s": seen.blocked_s,
+        }
+        for server in self.servers if len(self.servers) > 1 else ():
+            name = server.url.partition("://")[2]
+            metrics |= {f"rollout/factor/{name}": server.factor, f"rollout/seats/{name}": server.num_seats}
+        return metrics
 
     def forget_means(self) -> None:
         """Restart the means over time."""
@@ -262,9 +288,7 @@ class ServerSlots:
                     server.url,
                     ratio,
                 )
-            self.factor_max = max(self.factor_max, server.factor)
             server.num_seats = granted[server.url]
-        num_slow = sum(server.num_seats < self._max_concurrency for server in current)
-        self.num_slow = max(self.num_slow, num_slow)
+        self._speeds.note(current, self._max_concurrency)
         self._account()
         self._wake()

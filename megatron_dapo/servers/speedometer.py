@@ -84,7 +84,7 @@ class Speedometer:
         Args:
             usual: the usual server's factor.
             has_requests: now; without any it counts as a little more usual.
-            has_old_ones: requests from before the last look: it ought to have written.
+            has_old_ones: requests from before the last look, and no push: it ought to have written.
         """
         if not has_requests:
             self.num_silent = 0
@@ -96,5 +96,5 @@ class Speedometer:
         if done.num_steps > 0 or done.num_read > 0:
             self.num_silent = 0
             self.factor = next_factor(self.factor, done.factor, usual) if done.factor else self.factor
-        elif has_old_ones and before == self.work:
-            self.num_silent += 1
+        elif before == self.work:
+            self.num_silent = self.num_silent + 1 if has_old_ones else 0
