@@ -331,8 +331,8 @@ class ServerPool(ServerSlots):
                 server.drop_requests()
         current = self._current()
         usual = usual_factor(server.speedometer.factor for server in current)
-        # a push pauses all; SGLang says of an ill server that it is paused
-        is_push = all(server.is_paused for server in current)
+        # a push pauses all; SGLang says of an ill server too that it is paused
+        is_push = 2 * sum(server.is_paused for server in current) > len(current)
         for server in current:
             has_old_ones = server.has_requests_before(last_look) and not is_push
             server.speedometer.look(usual, has_requests=server.num_in_flight > 0, has_old_ones=has_old_ones)

@@ -30,14 +30,13 @@ class SpeedsSeen:
     """The looks at the servers' speeds during a step."""
 
     factor_max: float = 1.0
-    num_slow: int = 0  # most servers at once with fewer seats than a usual one
+    num_slow: int = 0  # most servers at once without a seat
     blocked_s: float = 0.0
 
-    def note(self, servers: Sequence[Server], max_concurrency: int) -> None:
+    def note(self, servers: Sequence[Server]) -> None:
         """Count one look at the current servers."""
         self.factor_max = max(self.factor_max, *(server.factor for server in servers), 0.0)
-        num_slow = sum(server.num_seats < max_concurrency for server in servers)
-        self.num_slow = max(self.num_slow, num_slow)
+        self.num_slow = max(self.num_slow, sum(not server.num_seats for server in servers))
 
 
 class ServerSlots:
@@ -289,6 +288,6 @@ class ServerSlots:
                     ratio,
                 )
             server.num_seats = granted[server.url]
-        self._speeds.note(current, self._max_concurrency)
+        self._speeds.note(current)
         self._account()
         self._wake()
