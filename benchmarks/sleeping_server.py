@@ -142,14 +142,14 @@ class SleepingServer(FakeServer):
                 if not spans or spans[-1]["version"] != str(version):
                     spans.append({"version": str(version), "start": start})
                 spans[-1]["end"] = end
-                self._note_work(end - start)
+                self._note_work(end - start, token_s)
             start = end
         return spans
 
-    def _note_work(self, num_tokens: int) -> None:
-        """Count tokens, at the pace of now: of a server whose steps slow down with its requests as
-        the rules assume, though here they do not."""
-        step_s = self._slowness * self._token_s * TOKEN_TIME.token_s(1.0, self.num_open)
+    def _note_work(self, num_tokens: int, token_s: float) -> None:
+        """Count tokens as a server whose steps slow down with its requests as the rules assume,
+        though here they do not."""
+        step_s = token_s * TOKEN_TIME.token_s(1.0, self.num_open)
         steps = num_tokens / self.num_open
         part = (steps, num_tokens, 1e6 * step_s * steps, 0.0, 0.0, num_tokens)
         self._work = [before + more for before, more in zip(self._work, part, strict=True)]

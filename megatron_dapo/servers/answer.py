@@ -33,9 +33,9 @@ class Answer:
         """
         self.moved_from = url
         self.moved_at = time.monotonic()
-        arrays = {"tokens": part.tokens, "log_probs": part.log_probs, "weight_versions": part.weight_versions}
         if len(part.tokens) > 1:
-            self.parts = self.whole(replace(part, **{name: array[:-1] for name, array in arrays.items()}))
+            tokens, log_probs, versions = part.tokens[:-1], part.log_probs[:-1], part.weight_versions[:-1]
+            self.parts = self.whole(replace(part, tokens=tokens, log_probs=log_probs, weight_versions=versions))
 
     def whole(self, last: Generation) -> Generation:
         """Return the answer with its last part.
