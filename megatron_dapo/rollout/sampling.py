@@ -28,8 +28,8 @@ from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
-from megatron_dapo.servers.answer import Answer
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_pool import ServerPool
@@ -102,7 +102,8 @@ class Sampler:
         self._seed = seed
         # "retries": failed requests that were sent again; by the servers' answers, "retractions":
         # requests put back by a full cache, "cached_tokens": of prompts still in the cache,
-        # "moves": requests that went on at another server
+        # "moves": requests that went on at another server, "restarts": those that began anew,
+        # without tokens of theirs
         self.counts: Counter[str] = Counter()
         self.reward_wait = RewardWait()
 
@@ -236,7 +237,7 @@ class Sampler:
         Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its
         experts. The budget then has the parts of a moved answer.
         """
-        answer = budget.answer = Answer(group.uid)
+        answer = budget.answer = GrowingAnswer(group.uid)
         failures: dict[str, str] = {}  # url -> its last failure
         num_failures = 0
         while True:
@@ -251,6 +252,7 @@ class Sampler:
                     # no answer: down, or hanging; its next health check tells
                     if error.status is None:
                         self._servers.mark_down(server, reason)
+                    self.counts["restarts"] += 1
             if reason is None:
                 whole = answer.whole(part)
                 is_refused = ~self._accepts(group, whole.weight_versions)
@@ -263,6 +265,7 @@ class Sampler:
                     budget.server_url = None
                     self.counts["moves"] += 1
                     continue
+                self.counts["restarts"] += 1
                 reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
                 if is_refused[: len(answer.tokens)].any():
                     answer.parts = None
@@ -308,7 +311,7 @@ class Sampler:
         self.counts["cached_tokens"] += part.num_cached_tokens
         return part
 
-    def _fault(self, part: Generation, answer: Answer) -> str | None:
+    def _fault(self, part: Generation, answer: GrowingAnswer) -> str | None:
         """Return the reason to refuse a part regardless of its version; None for a sound one.
 
         A part with impossible numbers counts as a failed request: it is sent to another server,

@@ -24,8 +24,8 @@ from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.envs.environment import Observation, Task
 from megatron_dapo.envs.environment_pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.servers.answer import Answer
 from megatron_dapo.servers.client import Generation, SamplingParams
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 
 _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"
 
@@ -46,7 +46,7 @@ class Budget:
     # requests share cached prefixes only with others of the same salt
     cache_salt: str | None = None
     num_routed: int = 0  # first tokens with routed experts from earlier requests
-    answer: Answer = field(default_factory=Answer)  # of the present turn
+    answer: GrowingAnswer = field(default_factory=GrowingAnswer)  # of the present turn
 
     @contextmanager
     def charge(self) -> Iterator[None]:

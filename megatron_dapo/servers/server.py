@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from megatron_dapo.data.token_arrays import TokenIds
-from megatron_dapo.servers.answer import Answer
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
 from megatron_dapo.servers.fleet import RequestUnderWay, ServerLoad
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.speedometer import Speedometer
@@ -22,7 +22,7 @@ class Request:
 
     asking: asyncio.Task
     oldest_allowed: int  # oldest weight version that may write the answer
-    answer: Answer
+    answer: GrowingAnswer
     num_read: int  # tokens of its text
     num_steps: float  # of the server before it
     began: float  # on the monotonic clock
@@ -75,7 +75,7 @@ class Server:
         oldest_allowed: int,
         cache_salt: str | None = None,
         experts: ExpertQuestion | None = None,
-        answer: Answer | None = None,
+        answer: GrowingAnswer | None = None,
     ) -> Generation:
         """Return the next part of the answer, mostly all of it.
 
@@ -85,7 +85,7 @@ class Server:
         request_id = uuid.uuid4().hex
         asking = asyncio.create_task(self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts))
         self._requests[request_id] = Request(
-            asking, oldest_allowed, answer or Answer(), len(tokens), self._num_steps, time.monotonic()
+            asking, oldest_allowed, answer or GrowingAnswer(), len(tokens), self._num_steps, time.monotonic()
         )
         try:
             await asyncio.wait({asking})

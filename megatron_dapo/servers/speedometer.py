@@ -7,7 +7,7 @@ from megatron_dapo.servers.fleet import TOKEN_TIME, next_factor
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkDone:
     """A server's work since its start. Two of them tell the work in between."""
 
     num_steps: float  # in which each running request wrote tokens
@@ -17,7 +17,7 @@ class Work:
     num_read: float  # tokens of prompts, without cached ones
 
     @classmethod
-    def of(cls, loads: list[dict[str, Any]]) -> "Work | None":
+    def of(cls, loads: list[dict[str, Any]]) -> "WorkDone | None":
         """Return the work of all replicas of SGLang's `/v1/loads`; None if it is not counted there.
 
         SGLang counts steps that follow another such step within 2 s: neither a pause nor a prompt
@@ -31,9 +31,9 @@ class Work:
         num_read = sum(load["total_prefill_uncached_tokens"] for load in loads)
         return cls(num_steps, num_requests, num_tokens, microseconds / 1e6, num_read)
 
-    def since(self, before: "Work") -> "Work":
+    def since(self, before: "WorkDone") -> "WorkDone":
         """Return the work since an earlier moment."""
-        return Work(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
+        return WorkDone(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
 
     @property
     def factor(self) -> float | None:
@@ -48,7 +48,7 @@ class Load:
     """A server at one moment."""
 
     kv_used: float  # share of its cache in use by its requests
-    work: Work | None
+    work: WorkDone | None
 
     @classmethod
     def of(cls, answer: Any) -> "Load":
@@ -59,7 +59,7 @@ class Load:
         """
         loads = answer["loads"]
         capacity = sum(load["max_total_num_tokens"] for load in loads)
-        return cls(sum(load["num_used_tokens"] for load in loads) / capacity, Work.of(loads))
+        return cls(sum(load["num_used_tokens"] for load in loads) / capacity, WorkDone.of(loads))
 
 
 class Speedometer:
@@ -67,13 +67,13 @@ class Speedometer:
 
     def __init__(self) -> None:
         self.factor: float | None = None  # None: not measured yet
-        self.work: Work | None = None  # newest one
+        self.work: WorkDone | None = None  # newest one
         # looks in a row between which it did nothing for its requests, outside a pause
         self.num_silent = 0
         self._is_new = False  # since the last look
-        self._before: Work | None = None  # at the last look
+        self._before: WorkDone | None = None  # at the last look
 
-    def note(self, work: Work | None) -> None:
+    def note(self, work: WorkDone | None) -> None:
         """Note its counters."""
         self.work = work
         self._is_new = work is not None

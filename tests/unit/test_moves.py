@@ -12,8 +12,8 @@ from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.samples import Group
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import Budget
-from megatron_dapo.servers.answer import Answer
 from megatron_dapo.servers.client import Generation, SamplingParams
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server_health import ServerState
 from tests.fake_rollout import WORDS, WritingServer, until
 from tests.proofs import amount
@@ -215,11 +215,11 @@ def test_a_turn_of_a_dialogue_moves_and_keeps_its_experts_from_the_last_server()
     assert whole.routed_experts is experts and whole.servers == ("http://one:1", "http://two:1")
 
 
-def answers_with_moves(chance, num_answers, p_end, num_moves, move=Answer.move):
+def answers_with_moves(chance, num_answers, p_end, num_moves, move=GrowingAnswer.move):
     """The lengths of answers whose every token ends them with p_end, moved at given times."""
     lengths = []
     for _ in range(num_answers):
-        answer, moments = Answer(), sorted(chance.randrange(1, 40) for _ in range(num_moves))
+        answer, moments = GrowingAnswer(), sorted(chance.randrange(1, 40) for _ in range(num_moves))
         while True:
             room = moments.pop(0) - len(answer.tokens) if moments else 10_000
             if room <= 0:

@@ -11,7 +11,7 @@ from megatron_dapo.servers.fleet import TOKEN_TIME
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_slots import ServerSlots
-from megatron_dapo.servers.speedometer import Load, Speedometer, Work
+from megatron_dapo.servers.speedometer import Load, Speedometer, WorkDone
 from megatron_dapo.telemetry.console import warnings_of
 
 pytestmark = pytest.mark.unit
@@ -37,7 +37,7 @@ class Counters:
 
     @property
     def work(self):
-        return Work.of([self.load])
+        return WorkDone.of([self.load])
 
 
 def look(meter, counters, usual=None, has_requests=True, has_old_ones=True):
@@ -67,7 +67,7 @@ def test_replicas_behind_one_url_are_added_up_and_who_does_not_count_is_not_meas
     assert work.seconds == pytest.approx(0.8)
     assert Load.of({"loads": [{"num_used_tokens": 1, "max_total_num_tokens": 4}]}) == Load(0.25, None)
     # before its first step
-    assert Work.of([{**first.load, "decode_moments": None}]).num_steps == 0
+    assert WorkDone.of([{**first.load, "decode_moments": None}]).num_steps == 0
 
 
 def test_a_server_that_began_anew_is_not_measured_across_its_start():
@@ -185,8 +185,8 @@ def test_a_drained_server_is_told_of_once_and_the_console_names_it_and_its_facto
     metrics = asyncio.run(scenario())
     assert metrics["rollout/servers_slow"] == 1
     assert len(caplog.messages) == 1 and "http://s2:1 takes 10.0 times as long" in caplog.text
-    told = {metric: words for metric, words in warnings_of(metrics) if words}
-    assert list(told) == ["rollout/seats/s2:1"] and "s2:1 takes 10.0 times" in told["rollout/seats/s2:1"]
+    warned = {metric: words for metric, words in warnings_of(metrics) if words}
+    assert list(warned) == ["rollout/seats/s2:1"] and "s2:1 takes 10.0 times" in warned["rollout/seats/s2:1"]
     assert not any(words for _, words in warnings_of({**metrics, "rollout/seats/s2:1": 3.0}))
 
 

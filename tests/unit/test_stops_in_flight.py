@@ -15,7 +15,7 @@ from megatron_dapo.common.rollout_errors import Interrupted, NeedsSync
 from megatron_dapo.data.samples import Group
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import Controller
-from megatron_dapo.servers.answer import Answer
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from tests.fake_rollout import PROMPT_LENGTH, WritingServer, make_config, mislabelled, rollout_folder
 from tests.proofs import amount
 
@@ -221,13 +221,13 @@ def test_a_synchronous_step_that_is_stopped_goes_on_with_its_partial_answers(fol
 def test_stops_and_kills_while_answers_move_lose_no_group_and_double_none(folder, monkeypatch):
     """Looks every 0.1 s at servers slow in turns."""
     monkeypatch.setattr("megatron_dapo.rollout.build_rollout.LOOK_S", 0.1)
-    moved, move = [], Answer.move
+    moved, move = [], GrowingAnswer.move
 
     def note(answer, part, url):
         moved.append(len(part.tokens))
         move(answer, part, url)
 
-    monkeypatch.setattr(Answer, "move", note)
+    monkeypatch.setattr(GrowingAnswer, "move", note)
     chance = random.Random(11)
     lives = [(chance.uniform(0.4, 1.2), "stopped" if number % 2 else "killed") for number in range(amount(4, 20))]
     run = run_lives(folder, [*lives, (2.0, "stopped")], num_steps=len(lives), is_uneven=True)

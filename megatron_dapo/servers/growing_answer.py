@@ -10,7 +10,7 @@ from megatron_dapo.servers.client import Generation
 
 
 @dataclass(eq=False)
-class Answer:
+class GrowingAnswer:
     """The answer to one question, kept while its request moves from server to server."""
 
     group: str = ""  # uid of the group; the oldest draw's sorts first
