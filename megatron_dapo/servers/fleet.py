@@ -1,16 +1,16 @@
 """Rules for servers of unequal speed: seats by speed, pick by time per token, move what blocks.
 
-Pure: no clock, no servers. The controller's pool and the plan's simulation call the same functions,
-once in `LOOK_S` for factors, seats and moves, and at each request for `pick`.
+Pure: no clock, no servers. The run's servers and the plan's simulation call the same functions: in
+a look in `LOOK_S` for factors, seats and moves, at each request for `pick`.
 
-A server's **factor** is its seconds per token over those of a usual server with as many requests.
-Only ratios of factors matter. Its **seats** are the requests that it may hold.
+A server's **factor** is its seconds per token over those of a usual server with as many requests;
+only ratios matter. Its **seats** are the requests that it may hold.
 """
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median_low
 
 LOOK_S = 10.0
@@ -88,10 +88,8 @@ def usual_factor(factors: Iterable[float | None]) -> float | None:
 def next_factor(factor: float | None, measured: float | None, usual: float | None) -> float | None:
     """Return a server's factor after a look.
 
-    Args:
-        factor: before; None = never measured, and taken for usual.
-        measured: by this look; None = it had no requests.
-        usual: `usual_factor` of all current servers.
+    factor: before; None = never measured, and taken for usual. measured: None = it had no requests.
+    usual: `usual_factor` of all current servers.
     """
     before = usual if factor is None else factor
     if measured is not None:
@@ -130,96 +128,93 @@ def pick(
     free. prefer: taken if it is free.
     """
     free = [server for server in servers if server.num_requests < server.num_seats]
-    best = min(
-        free,
-        key=lambda server: (
-            server.name in avoid,
-            server.name != prefer,
-            time.token_s(server.factor, server.num_requests + 1),
-        ),
-        default=None,
-    )
-    return best.name if best else None
+
+    def order(server: ServerLoad) -> tuple[bool, bool, float]:
+        token_s = time.token_s(server.factor, server.num_requests + 1)
+        return server.name in avoid, server.name != prefer, token_s
+
+    return min(free, key=order).name if free else None
 
 
 def is_blocked(*, is_held: bool, is_waited_for: bool, num_with_signal: int, size: int) -> bool:
-    """Return whether slow requests hold up the run, so that moves are worth their reading.
+    """Return whether slow requests hold up the run.
 
-    Args:
-        is_held: a seat is free, and only `max_staleness` keeps it so.
-        is_waited_for: the trainer waits for a step.
-        num_with_signal: ready groups and finished ones with signal.
-        size: groups per step. With that many the step lacks no answers but the oldest ones.
+    is_held: a seat is free, and only `max_staleness` keeps it so. is_waited_for: by the trainer,
+    for a step of `size` groups. num_with_signal: ready groups and finished ones; from `size` on
+    only the oldest answers lack.
     """
     return is_held or (is_waited_for and num_with_signal >= size)
 
 
 def moves(
-    servers: Sequence[ServerLoad],
-    requests: Iterable[RequestUnderWay],
-    blocked: bool,
-    time: TokenTime = TOKEN_TIME,
+    servers: Sequence[ServerLoad], requests: Iterable[RequestUnderWay], blocked: bool, time: TokenTime = TOKEN_TIME
 ) -> list[Move]:
     """Return the requests to move in this look, oldest first; not to be asked during a push.
 
-    Requests leave a server with more than 1.25 seats + 2 until its seats are enough. While the run
-    is blocked, so do those of the oldest groups whose tokens take 1.5 times as long here as there.
+    Requests leave a server with more than 1.25 seats + 2 until its seats are enough, and a drained
+    one at once. While the run is blocked, so do those of the oldest groups whose tokens take 1.5
+    times as long here as on a free seat.
 
     Whether to move depends on time and on the tokens so far, never on the next one. It is a
     stopping time, and the next token has the same distribution elsewhere: answers have no bias.
     """
-    plan = _Plan(servers, time)
+    plan = _Plan({server.name: server for server in servers}, time)
+    overfull = {load.name for load in servers if load.num_requests > (1.25 * load.num_seats + 2) * (load.num_seats > 0)}
+    if not (blocked or overfull):
+        return []
     oldest = sorted(requests, key=lambda request: (request.group, request.name))
     rested = [request for request in oldest if request.moved_s >= _REST_S and request.server in plan.loads]
     for request in rested:
-        if plan.is_surplus(request.server):
+        load = plan.loads[request.server]
+        if load.name in overfull and load.num_requests > load.num_seats:
             plan.move(request)
-    if blocked:
-        groups = set(sorted({request.group for request in oldest})[:_OLDEST_GROUPS])
-        moved = {move.request for move in plan.made}
-        for request in rested:
-            if request.group in groups and request.name not in moved:
-                plan.move(request, gain=_GAIN)
+    blocking = set(sorted({request.group for request in oldest})[:_OLDEST_GROUPS]) if blocked else set()
+    moved = {move.request for move in plan.made}
+    for request in rested:
+        if request.group in blocking and request.name not in moved:
+            plan.move(request, gain=_GAIN)
     return plan.made
 
 
+@dataclass
 class _Plan:
-    """The moves so far, with the servers as they will be after them."""
+    """The moves so far, and the servers after them."""
 
-    def __init__(self, servers: Sequence[ServerLoad], time: TokenTime) -> None:
-        self.loads = {server.name: server for server in servers}
-        self.made: list[Move] = []
-        self._time = time
-        self._num_read: Counter[str] = Counter()  # server -> tokens of moved text
-        self._overfull = {server.name for server in servers if server.num_requests > 1.25 * server.num_seats + 2}
-
-    def is_surplus(self, name: str) -> bool:
-        """Return whether the server is to lose one more request."""
-        load = self.loads[name]
-        return name in self._overfull and load.num_requests > load.num_seats
+    loads: dict[str, ServerLoad]
+    time: TokenTime
+    made: list[Move] = field(default_factory=list)
+    num_read: Counter[str] = field(default_factory=Counter)  # server -> tokens of moved text
 
     def move(self, request: RequestUnderWay, gain: float = 0.0) -> None:
-        """Move the request if a server may take it, and its tokens take `gain` times as long here."""
-        others = [load for load in self.loads.values() if load.name != request.server]
-        if len(self.made) == _MAX_MOVES or not others:
-            return
+        """Move the request if a server may take it.
+
+        gain: how many times as long its tokens take here as there; 0: it leaves without a free
+        seat, too.
+        """
+        source = self.loads[request.server]
+        others = [load for load in self.loads.values() if load is not source]
         free = [load for load in others if load.num_requests < load.num_seats]
-        target = pick((load for load in free if self._num_read[load.name] <= _MAX_READ), self._time)
-        if free and target is None:
+        name = pick((load for load in free if self.num_read[load.name] <= _MAX_READ), self.time)
+        if len(self.made) == _MAX_MOVES or not others or (name is None and (free or gain)):
             return
-        there = self._s(target, more=1) if target else min(self._s(load.name) for load in others)
-        if self._s(request.server) <= gain * there:
-            return
-        self.made.append(Move(request.name, request.server, target))
-        self._add(request.server, -1)
-        if target:
-            self._add(target, 1)
-            self._num_read[target] += request.num_tokens
+        if name is not None:
+            target = self.loads[name]
+            there = self.time.token_s(target.factor, target.num_requests + 1)
+            if self.time.token_s(source.factor, source.num_requests) <= gain * there:
+                return
+            self.loads[name] = replace(target, num_requests=target.num_requests + 1)
+            self.num_read[name] += request.num_tokens
+        self.loads[source.name] = replace(source, num_requests=source.num_requests - 1)
+        self.made.append(Move(request.name, source.name, name))
 
-    def _s(self, name: str, more: int = 0) -> float:
-        load = self.loads[name]
-        return self._time.token_s(load.factor, load.num_requests + more)
 
-    def _add(self, name: str, number: int) -> None:
-        load = self.loads[name]
-        self.loads[name] = replace(load, num_requests=load.num_requests + number)
+def restart_bias_bound(losses_per_s: float, token_s: float, mean: float, mean_square: float) -> float:
+    """Return by which share responses are shorter at most, as lost ones begin anew.
+
+    losses_per_s: restarts over the seconds of all requests. token_s: of a token. mean, mean_square:
+    of a response's tokens L.
+
+    A response ends without a loss with the probability exp(-losses_per_s token_s L). The derivative
+    of the mean by that rate is -Var(L), which falls for lengths with a long tail.
+    """
+    return losses_per_s * token_s * (mean_square - mean**2) / mean

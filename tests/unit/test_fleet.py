@@ -219,6 +219,11 @@ def test_without_a_free_seat_a_moved_request_is_the_first_in_line():
     assert made == [Move(f"slow{index:03}", "slow", None) for index in range(3)]
 
 
+def test_a_request_that_blocks_the_run_stays_until_a_seat_is_free():
+    servers = [load("slow", 4.0, 30, 31), load("usual", 1.0, 128)]
+    assert not moves(servers, under_way("slow", 30), blocked=True)
+
+
 def test_while_the_run_is_blocked_the_oldest_groups_leave_slow_servers():
     servers = [load("slow", 2.0, 10), load("usual", 1.0, 10)]
     requests = under_way("slow", 10) + under_way("usual", 10)

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks.bench_async import bench_config
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.commands.plan.simulation import Draw, Machines, Recipe, Simulation, mean_length, random_draws
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Draw, Recipe, Simulation, mean_length, random_draws
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group
 from megatron_dapo.queue import group_filter
