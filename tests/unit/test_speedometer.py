@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_dapo.rollout.step_metrics import restart_metrics
 from megatron_dapo.servers.fleet import TOKEN_TIME
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerState
@@ -208,3 +209,11 @@ def test_a_moved_request_is_before_all_that_wait():
         assert order == ["moved", "new", "newer"]
 
     asyncio.run(scenario())
+
+
+def test_a_restart_costs_length_by_the_variance_over_the_mean():
+    """Ten restarts in a million tokens; lengths of 1000 and 3000, alike often."""
+    metrics = {"rollout/num_tokens": 1_000_000, "response_length/mean": 2000, "response_length/mean_square": 5_000_000}
+    assert restart_metrics(metrics, 10) == {"rollout/restart_bias_bound": pytest.approx(1e-5 * 1_000_000 / 2000)}
+    assert restart_metrics(metrics, 0) == {"rollout/restart_bias_bound": 0.0}
+    assert restart_metrics({"rollout/num_tokens": 0}, 10) == {}

@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.bench_async import bench_config
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.commands.plan.simulation import Machines, Recipe, random_draws
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Recipe, random_draws
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import rollout_folder, write_files
