@@ -32,15 +32,14 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
 
 
 def restart_metrics(metrics: Mapping[str, float], num_restarts: int) -> dict[str, float]:
-    """Return the largest share by which a step's restarts make responses shorter; {} without any
-    response. metrics: of the step."""
+    """Return the largest share by which a step's restarts make responses shorter, if it has any.
+    metrics: of the step."""
     num_tokens = metrics["rollout/num_tokens"]
     if not num_tokens:
         return {}
     mean, mean_square = metrics["response_length/mean"], metrics["response_length/mean_square"]
-    # seconds are those of one token: only restarts per token matter
-    bound = restart_bias_bound(num_restarts / num_tokens, 1.0, mean, mean_square)
-    return {"rollout/restart_bias_bound": bound}
+    # the seconds of a token cancel
+    return {"rollout/restart_bias_bound": restart_bias_bound(num_restarts / num_tokens, 1.0, mean, mean_square)}
 
 
 def _mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:

@@ -355,7 +355,7 @@ class ServerPool(ServerSlots):
     async def _move_requests(self) -> None:
         current = self._current()
         is_blocked = self.is_blocked()
-        self._speeds.blocked_s += is_blocked * self._look_s
+        self._blocked_s += is_blocked * self._look_s
         if not self._may_move:
             return
         under_way = [pair for server in current for pair in server.requests_under_way()]

@@ -5,9 +5,8 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.servers.fleet import pick, seats, usual_factor
@@ -23,20 +22,6 @@ _ABORT_CALL_S = 0.5
 
 _NOISE = 0.1
 """Difference of two equal servers' measured factors. Such ones count as equal."""
-
-
-@dataclass
-class SpeedsSeen:
-    """The looks at the servers' speeds during a step."""
-
-    factor_max: float = 1.0
-    num_slow: int = 0  # most servers at once without a seat
-    blocked_s: float = 0.0
-
-    def note(self, servers: Sequence[Server]) -> None:
-        """Count one look at the current servers."""
-        self.factor_max = max(self.factor_max, *(server.factor for server in servers), 0.0)
-        self.num_slow = max(self.num_slow, sum(not server.num_seats for server in servers))
 
 
 class ServerSlots:
@@ -57,7 +42,10 @@ class ServerSlots:
         self.version: int | None = None
         self.is_aborting = False
         self.is_blocked: Callable[[], bool] = lambda: False  # slow requests hold up the run
-        self._speeds = SpeedsSeen()
+        # of the looks since `take_speeds`
+        self._factor_max = 1.0
+        self._num_slow = 0  # most servers at once without a seat
+        self._blocked_s = 0.0
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
@@ -99,12 +87,12 @@ class ServerSlots:
 
     def take_speeds(self) -> dict[str, float]:
         """Return the metrics of the servers' speeds since the last call."""
-        seen, self._speeds = self._speeds, SpeedsSeen()
         metrics = {
-            "rollout/server_factor_max": seen.factor_max,
-            "rollout/servers_slow": seen.num_slow,
-            "rollout/blocked_s": seen.blocked_s,
+            "rollout/server_factor_max": self._factor_max,
+            "rollout/servers_slow": self._num_slow,
+            "rollout/blocked_s": self._blocked_s,
         }
+        self._factor_max, self._num_slow, self._blocked_s = 1.0, 0, 0.0
         for server in self.servers if len(self.servers) > 1 else ():
             name = server.url.partition("://")[2]
             metrics |= {f"rollout/factor/{name}": server.factor, f"rollout/seats/{name}": server.num_seats}
@@ -281,13 +269,9 @@ class ServerSlots:
             ratio = factor / usual if factor and usual else 1.0
             server.factor = 1.0 if abs(ratio - 1.0) <= _NOISE else ratio
             if server.num_seats > granted[server.url] == 0:
-                log.warning(
-                    "server %s takes %.1f times as long for a token as the others: it gets no requests until it is "
-                    "faster",
-                    server.url,
-                    ratio,
-                )
+                log.warning("server %s takes %.1f times as long for a token: it gets no requests", server.url, ratio)
             server.num_seats = granted[server.url]
-        self._speeds.note(current)
+            self._factor_max = max(self._factor_max, server.factor)
+        self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))
         self._account()
         self._wake()

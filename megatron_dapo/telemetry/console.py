@@ -203,14 +203,9 @@ def warnings_of(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | None]
     for metric, num_seats in metrics.items():
         if metric.startswith("rollout/seats/"):
             server = metric.removeprefix("rollout/seats/")
-            yield metric, None if num_seats else _drained(server, metrics[f"rollout/factor/{server}"])
-
-
-def _drained(server: str, factor: float) -> str:
-    return (
-        f"server {server} takes {factor:.1f} times as long for a token as the others; it gets no requests until it is "
-        f"faster."
-    )
+            factor = metrics[f"rollout/factor/{server}"]
+            words = f"server {server} takes {factor:.1f} times as long for a token as the others; it gets no requests."
+            yield metric, None if num_seats else words
 
 
 def progress(total: int, what: str = "steps", has_left: bool = True):
