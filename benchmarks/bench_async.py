@@ -22,7 +22,8 @@ from rich.console import Console
 
 from benchmarks.report import plain_table, written
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.commands.plan.simulation import Draws, Machines, Recipe, Simulation, Speed, random_draws
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Draws, Recipe, Simulation, Speed, random_draws
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.rollout.controller import Controller

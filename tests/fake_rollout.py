@@ -3,6 +3,7 @@ of the rollout."""
 
 import asyncio
 import json
+import math
 import socket
 import sys
 import threading
@@ -236,7 +237,10 @@ class WritingServer(FakeServer):
 
     As SGLang 0.5.23: a response's spans tell its versions. An abort ends every request with this
     beginning of its id, with its tokens so far, or without any while `retract` pauses. A prefix
-    once read under the same salt comes from the cache, with the weights of then.
+    once read under the same salt comes from the cache, with the weights of then. Counters tell its
+    work, at its nominal pace.
+
+    slowness: factor of its pace; infinite: it answers and writes nothing, and hears no abort.
     """
 
     def __init__(
@@ -248,6 +252,8 @@ class WritingServer(FakeServer):
     ) -> None:
         super().__init__(Script(), version)
         self.length, self.token_s, self.word = length, token_s, word
+        self.slowness = 1.0
+        self.moments = [0.0] * 6  # as SGLang's decode_moments
         self.weights = weights_of(version)
         self.pause_mode = "retract"
         self.cached: dict[tuple[str | None, tuple[int, ...]], float] = {}  # (salt, prefix) -> weights that read it
@@ -272,6 +278,19 @@ class WritingServer(FakeServer):
         self.cached.clear()
         await super().start()
         return self
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        work = {"decode_moments": self.moments, "total_prefill_uncached_tokens": len(self.requests)}
+        return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 100, **work}]})
+
+    async def _step(self) -> None:
+        """Take the time of a step, and count a request's part of it."""
+        while math.isinf(self.slowness):
+            await asyncio.sleep(self.token_s)
+        seconds = self.token_s * self.slowness * (66 + self.num_open) / 67
+        await asyncio.sleep(seconds)
+        part = (1 / self.num_open, 1.0, 1e6 * seconds / self.num_open, 0.0, 0.0, 1.0)
+        self.moments = [before + more for before, more in zip(self.moments, part, strict=True)]
 
     async def _generate(self, request: web.Request) -> web.Response:
         fields = await request.json()
@@ -298,7 +317,7 @@ class WritingServer(FakeServer):
         written: list[tuple[int | str, float, int]] = []
         reason = "length" if length > limit else "stop"
         while len(written) < min(length, limit):
-            await asyncio.sleep(self.token_s)
+            await self._step()
             while self.is_paused and not aborted.is_set():
                 await asyncio.sleep(self.token_s)
             if aborted.is_set():

@@ -76,6 +76,10 @@ def _record(rng: random.Random, step: int, num_steps: int) -> dict:
         "rollout/num_servers_current": 2.0,
         "rollout/slots_used": 0.8,
         "perf/trainer_waiting": 0.4,
+        "rollout/factor/node1:30000": 1.0,
+        "rollout/seats/node1:30000": 128.0,
+        "rollout/factor/node2:30000": 4.0 if step == 2 else 1.0,
+        "rollout/seats/node2:30000": 31.0 if step == 2 else 128.0,
     }
     return record
 

@@ -7,42 +7,64 @@ the age s - 1 - w.
 """
 
 import math
+from collections.abc import Iterable
 
 _NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs another
 
 
-def paced(
-    *, num_steps: int, size: int, num_ready: int, num_open: int, version: int, max_staleness: int, total_steps: int
-) -> bool:
-    """Return whether one more prompt may be drawn.
+def batches_closed(may_carry_signal: Iterable[bool], *, num_kept: int, num_used: int, size: int, max_draws: int) -> int:
+    """Return the most batches that these open draws can close.
+
+    Args:
+        may_carry_signal: of each open draw, in their order; False = it is finished and will be
+            dropped.
+        num_kept: groups in the batch being filled.
+        num_used: draws of that batch so far.
+        size: groups per step (`data.train_batch_size`).
+        max_draws: of a batch; after them it is handed out short.
+
+    No outcome of the draws closes more. A batch that begins at draw i ends at its size-th kept draw
+    or at draw i + max_draws, whichever comes first. A later beginning never ends it earlier, and
+    neither does a dropped draw. So, batch by batch, the outcome "all that may" closes it first.
+    """
+    num_closed = 0
+    for may in may_carry_signal:
+        num_used += 1
+        num_kept += may
+        if num_kept == size or (num_kept and num_used >= max_draws):
+            num_closed += 1
+            num_kept = num_used = 0
+    return num_closed
+
+
+def may_draw(*, num_steps: int, num_batches: int, version: int, max_staleness: int, total_steps: int) -> bool:
+    """Return whether one more prompt may be drawn: whether its step is near enough.
 
     With this rule no token gets older than max_staleness versions:
 
-        num_steps * size + num_ready + num_open
-            < min(version + 1 + max_staleness, total_steps) * size
+        num_steps + num_batches < min(version + 1 + max_staleness, total_steps)
 
     Args:
         num_steps: number of the last step handed to the trainer.
-        size: groups per step (`data.train_batch_size`).
-        num_ready: waiting groups with signal; a batch closed short counts as `size`
-            (`GroupQueue.num_ready`).
-        num_open: draws without a decision about their signal yet.
+        num_batches: the most that come before the prompt's own: those waiting, and the
+            `batches_closed` of the open draws.
         version: of the weights confirmed by all servers in use; versions of the next push come
             later.
         max_staleness: the bound K.
         total_steps: of the run: nothing is drawn that no step would train on.
 
-    The bound: steps take groups in the order of their draws, `size` each. So a prompt drawn now is
-    at most group number (version + 1 + K) * size, and is trained on in a step s <= version + 1 + K.
-    A dropped group only moves the groups behind it forward. None of the prompt's tokens is older
-    than `version`: their age is s - 1 - version <= K. The rule looks at the number of the step and
-    not at totals of the run, so that it holds after a resume too.
+    The bound: a prompt drawn now is trained on in a step
+    s <= num_steps + num_batches + 1 <= version + 1 + K, as draws keep their order. Later events only
+    lower the sum: a draw without signal closes less, a step handed out counts once on either side.
+    None of the prompt's tokens is older than `version`: their age is s - 1 - version <= K. The rule
+    looks at the number of the step and not at totals of the run, so that it holds after a resume
+    too.
 
     No deadlock: the trainer waits for step num_steps + 1 <= total_steps after a push of version
-    num_steps. So the right side is at least (num_steps + 1) * size. A prompt may be drawn as long
-    as ready and open groups do not fill the step.
+    num_steps. So the right side is at least num_steps + 1. A prompt may be drawn as long as no batch
+    waits and the open draws cannot close one.
     """
-    return num_steps * size + num_ready + num_open < min(version + 1 + max_staleness, total_steps) * size
+    return num_steps + num_batches < min(version + 1 + max_staleness, total_steps)
 
 
 def wave_size(*, size: int, num_ready: int, gen_batch_size: int, acceptance: float) -> int:

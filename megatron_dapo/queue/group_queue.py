@@ -8,7 +8,7 @@ counted.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
@@ -46,6 +46,14 @@ class QueueLimits:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """The filter's answer about a finished group."""
+
+    reason: str | None  # for its lack of signal
+    is_empty: bool  # it takes no place in a step. Without all scores it may be sampled again
+
+
+@dataclass(frozen=True)
 class Account:
     """The places of all draws of a run, in groups."""
 
@@ -76,7 +84,7 @@ class GroupQueue:
 
     Each step is one weight version later than the last. With `max_staleness` 0 a step trains the
     weights that wrote it: prompts are drawn in waves, and surplus groups are discarded when the
-    step ends, the last draws first. Above 0 prompts are drawn one by one as `admission.paced`
+    step ends, the last draws first. Above 0 prompts are drawn one by one as `admission.may_draw`
     allows, and nothing is discarded.
     """
 
@@ -90,7 +98,7 @@ class GroupQueue:
         self._num_draws_used = 0  # by that batch
         # uid -> group with its samples so far, in the order drawn
         self._open: dict[str, Group] = {}
-        self._finished: set[str] = set()  # uids of open groups with all their samples
+        self._finished: dict[str, Verdict] = {}  # of open groups with all their samples
         self._steps: list[RolloutStep] = []  # the current step, and the steps filled ahead of it
         self._weight_version = 0  # of the current step
         # number of the last step handed out; None before `begin`
@@ -109,6 +117,11 @@ class GroupQueue:
     def num_open(self) -> int:
         """Return the number of draws not decided on."""
         return len(self._open)
+
+    @property
+    def num_with_signal(self) -> int:
+        """Return the number of waiting groups with signal, decided on or not."""
+        return self.num_ready + sum(verdict.reason is None for verdict in self._finished.values())
 
     @property
     def num_groups_wanted(self) -> int:
@@ -161,13 +174,11 @@ class GroupQueue:
     def may_start(self, position: int, weight_version: int) -> bool:
         """Return whether weight_version may sample the open group at this position.
 
-        The rule is `admission.paced`. It also holds for a draw at the position.
+        The rule is `admission.may_draw`. It also holds for a draw at the position.
         """
-        return self._num_steps is not None and admission.paced(
+        return self._num_steps is not None and admission.may_draw(
             num_steps=self._num_steps,
-            size=self.limits.train_batch_size,
-            num_ready=self._num_places_taken,
-            num_open=position,
+            num_batches=self._num_batches_before(position),
             version=weight_version,
             max_staleness=self.limits.max_staleness,
             total_steps=self.limits.total_steps,
@@ -206,8 +217,8 @@ class GroupQueue:
         """
         group = self._open[uid]
         assert self._num_steps is not None, "begin() comes first"
-        num_before = self._num_places_taken + list(self._open).index(uid)
-        num_steps_before = num_before // self.limits.train_batch_size if self.limits.max_staleness else 0
+        position = list(self._open).index(uid)
+        num_steps_before = self._num_batches_before(position) if self.limits.max_staleness else 0
         if self._num_steps + num_steps_before - group.version > self.limits.max_staleness:
             group = _without_samples(group, weight_version)
         self._open[uid] = replace(group, partials=())
@@ -228,7 +239,7 @@ class GroupQueue:
         assert group.uid in self._open, f"group {group.uid} was not asked for"
         assert group.uid not in self._finished, f"group {group.uid} came twice"
         self._open[group.uid] = group
-        self._finished.add(group.uid)
+        self._finished[group.uid] = self._verdict(group)
 
     def forget_samples(self) -> None:
         """Have all open groups sampled anew."""
@@ -253,14 +264,17 @@ class GroupQueue:
             if self._is_exhausted:
                 break
             del self._open[group.uid]
-            self._finished.remove(group.uid)
-            self._decide_on(group)
+            self._decide_on(group, self._finished.pop(group.uid).reason)
             decided.append(group)
         return decided
 
-    def _decide_on(self, group: Group) -> None:
-        step = self._step_of_decisions()
+    def _verdict(self, group: Group) -> Verdict:
         reason = self._filter_reason(group.samples)
+        is_dropped = reason is not None and not self.limits.masks
+        return Verdict(reason, is_dropped and all(sample.reward_error is None for sample in group.samples))
+
+    def _decide_on(self, group: Group, reason: str | None) -> None:
+        step = self._step_of_decisions()
         step.generated.add(group, is_filtered=reason is not None)
         if reason is not None:
             step.filtered[reason] += 1
@@ -354,7 +368,7 @@ class GroupQueue:
         with_open_samples: False leaves out the responses of open groups.
         """
         opened = self._open if with_open_samples else self._opened_anew()
-        finished = self._finished if with_open_samples else set()
+        finished = self._finished if with_open_samples else {}
         ready = [group for batch in (*self._batches, self._kept) for group in batch]
         state = {
             "num_drawn": self._num_drawn,
@@ -385,22 +399,26 @@ class GroupQueue:
         self._num_draws_used = state["num_draws_used"]
         self._put_ready([group_from_plain(plain) for plain in state["kept"]], state["batch_sizes"])
         finished = {plain["uid"]: group_from_plain(plain) for plain in state["finished"]}
-        self._finished = set(finished)
+        self._finished = {uid: self._verdict(group) for uid, group in finished.items()}
         self._open = {plain["uid"]: finished.get(plain["uid"]) or draw_from_plain(plain) for plain in state["open"]}
 
     # --------------------------------------------------------------------------------------- inside
 
-    @property
-    def _num_places_taken(self) -> int:
-        """Return the largest number of places in steps that the ready groups may take.
+    def _num_batches_before(self, position: int) -> int:
+        """Return the most batches that ready groups and the first open draws can make.
 
-        A batch that may be handed out short takes `train_batch_size`. Without further signal the
-        batch being filled ends after its remaining draws, each of them such a place. So no short
-        step makes a group older than allowed.
+        At its limit of draws the batch being filled counts as one.
         """
-        size = self.limits.train_batch_size
-        num_draws_left = self.limits.max_draws - self._num_draws_used
-        return len(self._batches) * size + max(len(self._kept), size - num_draws_left)
+        verdicts = map(self._finished.get, islice(self._open, position))
+        num_kept, num_used = (0, 0) if self._is_exhausted else (len(self._kept), self._num_draws_used)
+        num_closed = admission.batches_closed(
+            (verdict is None or not verdict.is_empty for verdict in verdicts),
+            num_kept=num_kept,
+            num_used=num_used,
+            size=self.limits.train_batch_size,
+            max_draws=self.limits.max_draws,
+        )
+        return len(self._batches) + self._is_exhausted + num_closed
 
     @property
     def _is_exhausted(self) -> bool:
@@ -419,9 +437,13 @@ class GroupQueue:
         return group.version >= oldest or staleness(group, self._weight_version) <= self.limits.max_staleness
 
     def _discard_stale(self) -> None:
-        """Discard ready groups too old for the step; have finished ones sampled anew."""
-        for uid in [uid for uid in self._finished if not self._is_fresh(self._open[uid])]:
-            self._finished.remove(uid)
+        """Discard ready groups too old for the step; have finished ones sampled anew.
+
+        Not those without a place: they train nothing, and draws behind them count on it.
+        """
+        uids = [uid for uid, verdict in self._finished.items() if not verdict.is_empty]
+        for uid in (uid for uid in uids if not self._is_fresh(self._open[uid])):
+            del self._finished[uid]
             self._open[uid] = _without_samples(self._open[uid], self._weight_version)
         ready = [group for batch in (*self._batches, self._kept) for group in batch]
         fresh = [group for group in ready if self._is_fresh(group)]
@@ -433,7 +455,7 @@ class GroupQueue:
         """Discard the last open groups beyond num_left."""
         uids = list(self._open)[num_left:]
         self._open = dict(list(self._open.items())[:num_left])
-        self._finished.difference_update(uids)
+        self._finished = {uid: verdict for uid, verdict in self._finished.items() if uid in self._open}
         self._discard(len(uids))
 
     def _discard(self, number: int) -> None:

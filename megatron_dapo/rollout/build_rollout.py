@@ -24,6 +24,7 @@ from megatron_dapo.rollout.reward_model_client import RewardModel
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import MultiTurn
 from megatron_dapo.servers.client import SamplingParams, SGLangClient
+from megatron_dapo.servers.fleet import LOOK_S
 from megatron_dapo.servers.followed_lease import lease_of
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
@@ -98,6 +99,9 @@ def make_server_pool(config: Config) -> ServerPool:
         keeps_caches=config.weight_sync.pause_mode == "in_place",
         lease=lease_of(config),
         push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
+        look_s=LOOK_S,
+        # a server that reads tokens instead of writing them adds up in another order
+        may_move=not rollout.deterministic,
     )
 
 

@@ -44,7 +44,7 @@ from megatron_dapo.rollout.deadlines import until_set, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.held_out_evaluation import Validation
-from megatron_dapo.rollout.step_metrics import step_metrics
+from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates
@@ -167,6 +167,9 @@ class Controller:
             "rollout/slots_used": self._servers.mean_slots_used(),
             "rollout/servers_waiting": self._servers.mean_without_requests(),
             "rollout/held_s": self._filling.take_held_s(),
+            "rollout/num_moves": counts.pop("moves", 0),
+            **restart_metrics(metrics, counts.pop("restarts", 0)),
+            **self._servers.take_speeds(),
             **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }

@@ -12,6 +12,7 @@ from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.time_spent import TimeSpent
+from megatron_dapo.servers.fleet import is_blocked
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_pool import ServerPool
 
@@ -63,6 +64,7 @@ class Filling:
         self._groups_or_slots_changed = asyncio.Event()
         self._held = TimeSpent()
         self._is_waited_for = False  # by `fill`
+        servers.is_blocked = self._is_blocked
 
     async def fill(self) -> None:
         """Wait until the queue's step is ready, and draw its prompts.
@@ -143,6 +145,15 @@ class Filling:
     def take_held_s(self) -> float:
         """Return the seconds of slots kept idle only by `max_staleness`, since the last call."""
         return self._held.take()
+
+    def _is_blocked(self) -> bool:
+        """Return whether slow requests hold up the run."""
+        return is_blocked(
+            is_held=self._held.is_on,
+            is_waited_for=self._is_waited_for,
+            num_with_signal=self._queue.num_with_signal,
+            size=self._queue.limits.train_batch_size,
+        )
 
     def _check_servers(self) -> None:
         """Raise NeedsSync if no server has the weights, or if some came back without them.

@@ -18,7 +18,7 @@ from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
-from megatron_dapo.data.token_arrays import TOKEN, TokenIds, token_array
+from megatron_dapo.data.token_arrays import TOKEN, TokenIds, joined, token_array
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_result import RewardResult
@@ -29,6 +29,8 @@ from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
 from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
+from megatron_dapo.servers.growing_answer import GrowingAnswer
+from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_pool import ServerPool
 
@@ -99,7 +101,9 @@ class Sampler:
         self._routers = routers
         self._seed = seed
         # "retries": failed requests that were sent again; by the servers' answers, "retractions":
-        # requests put back by a full cache, "cached_tokens": of prompts still in the cache
+        # requests put back by a full cache, "cached_tokens": of prompts still in the cache,
+        # "moves": requests that went on at another server, "restarts": those that began anew,
+        # without tokens of theirs
         self.counts: Counter[str] = Counter()
         self.reward_wait = RewardWait()
 
@@ -227,49 +231,50 @@ class Sampler:
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return the continuation of the tokens, preferably by the budget's server.
 
-        While the pool aborts requests, a part of an answer counts as one, with the reason "abort".
+        A request that the pool moves goes on at another server, behind its tokens so far. While the
+        pool aborts requests, a part of an answer counts as one, with the reason "abort".
+
         Raises NeedsSync, RolloutError, OutOfTime, Aborted, and UserError if a server hides its
-        experts.
+        experts. The budget then has the parts of a moved answer.
         """
-        experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
+        answer = budget.answer = GrowingAnswer(group.uid)
         failures: dict[str, str] = {}  # url -> its last failure
         num_failures = 0
         while True:
-            async with self._servers.slot(avoid=failures, prefer=budget.server_url) as server:
-                budget.server_url = server.url
-                budget.cache_salt = budget.cache_salt or self._servers.cache_salt
+            avoid = {*failures, answer.moved_from}
+            async with self._servers.slot(avoid, budget.server_url, answer.moved_at is not None) as server:
                 seconds_left = budget.seconds_left
                 try:
-                    async with budget.spend():
-                        generation = await server.generate(
-                            tokens,
-                            params,
-                            self._keys.request_timeout_s,
-                            self._oldest_allowed(group),
-                            budget.cache_salt,
-                            experts,
-                        )
-                    self.counts["retractions"] += generation.num_retractions
-                    self.counts["cached_tokens"] += generation.num_cached_tokens
-                    reason = self._fault(generation)
+                    part = await self._ask(server, group, tokens, params, budget)
+                    reason = self._fault(part, answer)
                 except ServerError as error:
                     reason = str(error)
                     # no answer: down, or hanging; its next health check tells
                     if error.status is None:
                         self._servers.mark_down(server, reason)
+                    self.counts["restarts"] += 1
             if reason is None:
-                versions = generation.weight_versions
-                is_refused = ~self._accepts(group, versions)
+                whole = answer.whole(part)
+                is_refused = ~self._accepts(group, whole.weight_versions)
                 if not is_refused.any():
-                    if experts is not None:
-                        _require_experts(generation)
-                    return generation
-                reason = f"it answered with version {versions[is_refused][-1]}"
+                    if part.finish_reason != "abort" or self._servers.is_aborting:
+                        if self._routers is not None:
+                            _require_experts(whole, server.url)
+                        return whole
+                    answer.move(part, server.url)
+                    budget.server_url = None
+                    self.counts["moves"] += 1
+                    continue
+                self.counts["restarts"] += 1
+                reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
+                if is_refused[: len(answer.tokens)].any():
+                    answer.parts = None
                 if is_refused[-1]:  # no failure of the request, which is not counted:
                     # a server behind is not asked again, so this ends
                     self._servers.mark_behind(server, reason)
                     continue
             failures[server.url] = reason
+            answer.moved_from = ""
             budget.seconds_left = seconds_left  # the failed server costs nothing
             num_failures += 1
             if num_failures > self._keys.max_retries:
@@ -280,15 +285,41 @@ class Sampler:
             num_doublings = min(num_failures - 1, 16)  # a float has no room for thousands
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**num_doublings, _LONGEST_PAUSE_S))
 
-    def _fault(self, generation: Generation) -> str | None:
-        """Return the reason to refuse an answer regardless of its version; None for a sound one.
+    async def _ask(
+        self, server: Server, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget
+    ) -> Generation:
+        """Return the server's continuation of the tokens and of the answer's parts.
 
-        An answer with impossible numbers counts as a failed request: it is sent to another server,
+        Raises ServerError and OutOfTime.
+        """
+        answer = budget.answer
+        answer.is_moving = False
+        budget.server_url = server.url
+        budget.cache_salt = budget.cache_salt or self._servers.cache_salt
+        experts = None if self._routers is None else ExpertQuestion(self._routers, budget.num_routed)
+        async with budget.spend():
+            part = await server.generate(
+                joined(TOKEN, tokens, answer.tokens),
+                replace(params, max_new_tokens=params.max_new_tokens - len(answer.tokens)),
+                self._keys.request_timeout_s,
+                self._oldest_allowed(group),
+                budget.cache_salt,
+                experts,
+                answer,
+            )
+        self.counts["retractions"] += part.num_retractions
+        self.counts["cached_tokens"] += part.num_cached_tokens
+        return part
+
+    def _fault(self, part: Generation, answer: GrowingAnswer) -> str | None:
+        """Return the reason to refuse a part regardless of its version; None for a sound one.
+
+        A part with impossible numbers counts as a failed request: it is sent to another server,
         since a server's health checks say nothing of it.
         """
-        if generation.finish_reason == "abort" and not self._servers.is_aborting:
+        if part.finish_reason == "abort" and not (self._servers.is_aborting or answer.is_moving):
             return "it aborted the request"
-        fault = find_fault(generation.tokens, generation.log_probs, self._vocab_size)
+        fault = find_fault(part.tokens, part.log_probs, self._vocab_size)
         return f"its answer {fault}" if fault else None
 
     def _accepts(self, group: Group, versions: np.ndarray) -> np.ndarray:
@@ -304,10 +335,10 @@ class Sampler:
         return self._servers.version
 
 
-def _require_experts(generation: Generation) -> None:
+def _require_experts(generation: Generation, url: str) -> None:
     if len(generation.tokens) and not len(generation.routed_experts) and generation.finish_reason != "abort":
         raise UserError(
-            f"Server {generation.server} does not return the experts of its routers, which {ROUTER_REPLAY} rollout "
+            f"Server {url} does not return the experts of its routers, which {ROUTER_REPLAY} rollout "
             f"replays; start it with --enable-return-routed-experts, or set router_replay to old or off."
         )
 

@@ -1,9 +1,10 @@
 """The metrics of one rollout step: statistics of all generated samples, and of the trainer's."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_dapo.data.samples import Group
 from megatron_dapo.queue.step_statistics import RolloutStep
+from megatron_dapo.servers.fleet import restart_bias_bound
 
 
 def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, seconds: float) -> dict[str, float]:
@@ -28,6 +29,17 @@ def step_metrics(step: RolloutStep, weight_version: int, num_retries: int, secon
         "rollout/num_groups_ready": step.num_ready or 0,
         **_age_metrics(step.groups, weight_version),
     }
+
+
+def restart_metrics(metrics: Mapping[str, float], num_restarts: int) -> dict[str, float]:
+    """Return the largest share by which a step's restarts make responses shorter, if it has any.
+    metrics: of the step."""
+    num_tokens = metrics["rollout/num_tokens"]
+    if not num_tokens:
+        return {}
+    mean, mean_square = metrics["response_length/mean"], metrics["response_length/mean_square"]
+    # the seconds of a token cancel
+    return {"rollout/restart_bias_bound": restart_bias_bound(num_restarts / num_tokens, 1.0, mean, mean_square)}
 
 
 def _mean_metrics(name: str, values: Iterable[float]) -> dict[str, float]:

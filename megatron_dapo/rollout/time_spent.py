@@ -20,6 +20,11 @@ class TimeSpent:
         self._since = now if is_on else None
 
     @property
+    def is_on(self) -> bool:
+        """Return whether it is on now."""
+        return self._since is not None
+
+    @property
     def has_run(self) -> bool:
         """Return whether it was on since the last `take`."""
         return self._since is not None or self._seconds > 0

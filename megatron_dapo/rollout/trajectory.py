@@ -25,6 +25,7 @@ from megatron_dapo.envs.environment import Observation, Task
 from megatron_dapo.envs.environment_pool import EnvironmentFailure, EnvironmentPool, EnvironmentSession
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.servers.client import Generation, SamplingParams
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 
 _TEMPLATE_CURE = "use another actor_rollout_ref.rollout.multi_turn.environment, its role, or a model with another one"
 
@@ -45,6 +46,7 @@ class Budget:
     # requests share cached prefixes only with others of the same salt
     cache_salt: str | None = None
     num_routed: int = 0  # first tokens with routed experts from earlier requests
+    answer: GrowingAnswer = field(default_factory=GrowingAnswer)  # of the present turn
 
     @contextmanager
     def charge(self) -> Iterator[None]:
@@ -99,8 +101,7 @@ class Trajectory:
         # with those of an environment's tokens before it
         self.routed_experts = np.concatenate([self.routed_experts, generation.routed_experts])
         self.num_turns += 1
-        if generation.server not in self.servers:
-            self.servers.append(generation.server)
+        self.servers += [url for url in generation.servers if url not in self.servers]
 
     def add_environment_turn(self, tokens: Sequence[int]) -> None:
         """Add tokens for the model to read.
@@ -168,10 +169,14 @@ async def single_turn(
         trajectory.finish_reason = "length"
         return trajectory
     so_far = joined(TOKEN, prompt.tokens, trajectory.tokens)
+    budget = Budget()
     try:
-        generation = await generate(so_far, replace(params, max_new_tokens=rest), Budget())
+        generation = await generate(so_far, replace(params, max_new_tokens=rest), budget)
     except BaseException:  # also if it is cancelled
-        if begun is not None:
+        if budget.answer.parts is not None:
+            trajectory.add_model_turn(budget.answer.parts)
+            on_partial(trajectory.partial())
+        elif begun is not None:
             on_partial(begun)
         raise
     trajectory.add_model_turn(generation)

@@ -32,6 +32,7 @@ from megatron_dapo.data.token_arrays import (
 from megatron_dapo.servers.request_pipeline import RequestPipeline
 from megatron_dapo.servers.server_error import BODY_HEAD, KeyRefused, ServerError
 from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck
+from megatron_dapo.servers.speedometer import Load
 from megatron_dapo.storage.server_key import key_header
 
 FOREIGN_VERSION = -1
@@ -80,7 +81,7 @@ class Generation(TokenRecord):
     weight_versions: np.ndarray  # of each token; FOREIGN_VERSION if the server's is no integer
     num_retractions: int = 0  # times that a full cache put the request back
     num_cached_tokens: int = 0  # of the prompt, found in the cache
-    server: str = ""  # its URL
+    servers: tuple[str, ...] = ()  # URLs of the writers, the first part's first
     # answer to an `ExpertQuestion`, of another length; empty without one
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
@@ -152,7 +153,7 @@ class SGLangClient:
         }
         answer = await self.post("/generate", request, timeout_s)
         try:
-            generation = replace(generation_of(answer), server=self.url)
+            generation = replace(generation_of(answer), servers=(self.url,))
             if len(generation.tokens) > sampling.max_new_tokens:
                 raise ValueError(f"{len(generation.tokens)} tokens where {sampling.max_new_tokens} were allowed")
             text = answer["meta_info"].pop("routed_experts", None)
@@ -233,17 +234,12 @@ class SGLangClient:
         """Return the server's resolved arguments and its state."""
         return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
-    async def kv_used(self, timeout_s: float = CALL_TIMEOUT_S) -> float:
-        """Return the share of its KV cache in use by its requests now.
-
-        The cached prefixes of earlier requests do not count: they make room when it is needed.
-        """
+    async def load(self, timeout_s: float = CALL_TIMEOUT_S) -> Load:
+        """Return what its requests use of it now, and the work that it has done."""
         answer = await self._request("GET", _LOADS, None, timeout_s)
         try:
-            loads = answer["loads"]
-            capacity = sum(load["max_total_num_tokens"] for load in loads)
-            return sum(load["num_used_tokens"] for load in loads) / capacity
-        except (KeyError, TypeError, ZeroDivisionError) as error:
+            return Load.of(answer)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             raise ServerError(self.url, _LOADS, 200, f"{error!r} in {json.dumps(answer)}") from error
 
     async def weight_version(self, timeout_s: float = CALL_TIMEOUT_S) -> int:

@@ -1,22 +1,31 @@
-"""One server of a run: its state and its requests."""
+"""One server of a run: its state, its speed and its requests."""
 
 import asyncio
+import math
 import time
 import uuid
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from megatron_dapo.data.token_arrays import TokenIds
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams, SGLangClient
+from megatron_dapo.servers.fleet import RequestUnderWay, ServerLoad
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_health import ServerState
+from megatron_dapo.servers.speedometer import Speedometer
 
 
 @dataclass(frozen=True)
 class Request:
     """A request under way."""
 
-    answer: asyncio.Task
+    asking: asyncio.Task
     oldest_allowed: int  # oldest weight version that may write the answer
+    answer: GrowingAnswer
+    num_read: int  # tokens of its text
+    num_steps: float  # of the server before it
+    began: float  # on the monotonic clock
 
 
 @dataclass
@@ -27,7 +36,11 @@ class Server:
     state: ServerState = ServerState.DOWN
     num_in_flight: int = 0  # requests that hold a slot
     num_misses: int = 0  # failed health checks in a row
+    is_paused: bool = False  # or ill, by the last health check
     paused_since: float | None = None  # first seen paused with its present requests
+    num_seats: int = 0  # requests that it may hold, by its speed
+    factor: float = 1.0  # seconds per token over the usual server's
+    speedometer: Speedometer = field(default_factory=Speedometer)
     _requests: dict[str, Request] = field(default_factory=dict)  # by their ids
 
     @property
@@ -39,6 +52,11 @@ class Server:
     def answers(self) -> bool:
         """Return whether requests or a push can reach it."""
         return self.state in (ServerState.BEHIND, ServerState.CURRENT)
+
+    @property
+    def load(self) -> ServerLoad:
+        """Return its load at this moment."""
+        return ServerLoad(self.url, self.factor, self.num_in_flight, self.num_seats)
 
     def paused_s(self, is_paused: bool) -> float:
         """Return the seconds for which it has been paused under requests. is_paused: seen now."""
@@ -57,32 +75,68 @@ class Server:
         oldest_allowed: int,
         cache_salt: str | None = None,
         experts: ExpertQuestion | None = None,
+        answer: GrowingAnswer | None = None,
     ) -> Generation:
-        """Return the client's answer.
+        """Return the next part of the answer, mostly all of it.
 
         Raises ServerError at once if the server is lost meanwhile, or found to hold weights older
         than oldest_allowed.
         """
         request_id = uuid.uuid4().hex
-        asking = self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts)
-        answer = asyncio.create_task(asking)
-        self._requests[request_id] = Request(answer, oldest_allowed)
+        asking = asyncio.create_task(self.client.generate(tokens, params, timeout_s, request_id, cache_salt, experts))
+        self._requests[request_id] = Request(
+            asking, oldest_allowed, answer or GrowingAnswer(), len(tokens), self._num_steps, time.monotonic()
+        )
         try:
-            await asyncio.wait({answer})
-            if answer.cancelled():
+            await asyncio.wait({asking})
+            if asking.cancelled():
                 raise ServerError(self.url, "/generate", None, "the server was lost")
-            return answer.result()
+            return asking.result()
         finally:
             del self._requests[request_id]
-            answer.cancel()
+            asking.cancel()
+
+    @property
+    def _num_steps(self) -> float:
+        return self.speedometer.work.num_steps if self.speedometer.work else 0.0
+
+    def requests_under_way(self) -> Iterator[tuple[str, RequestUnderWay]]:
+        """Yield (uid of its group, request) for each; all of group 0.
+
+        Every step writes a token of each request.
+        """
+        now = time.monotonic()
+        for name, request in self._requests.items():
+            num_tokens = request.num_read + max(round(self._num_steps - request.num_steps), 0)
+            moved_at = request.answer.moved_at
+            moved_s = math.inf if moved_at is None else now - moved_at
+            yield request.answer.group, RequestUnderWay(name, self.url, 0, num_tokens, moved_s)
+
+    def has_requests_before(self, moment: float) -> bool:
+        """Return whether a request began before this moment of the monotonic clock."""
+        return any(request.began < moment for request in self._requests.values())
+
+    async def move_requests(self, names: Collection[str] | None, timeout_s: float) -> None:
+        """Have requests go on elsewhere with their present tokens. names: None = all.
+
+        None of a paused server: it would answer without tokens.
+        """
+        if names is not None and await self.client.is_paused(timeout_s):
+            return
+        moving = [name for name in self._requests if names is None or name in names]
+        for name in moving:
+            self._requests[name].answer.is_moving = True
+        await self._abort(moving, timeout_s)
 
     async def abort_requests(self, timeout_s: float) -> None:
         """Have the server answer all requests with their present tokens.
 
         A request goes on if the server does not hear of this.
         """
-        calls = (self.client.abort(request_id, timeout_s) for request_id in list(self._requests))
-        await asyncio.gather(*calls, return_exceptions=True)
+        await self._abort(list(self._requests), timeout_s)
+
+    async def _abort(self, names: Collection[str], timeout_s: float) -> None:
+        await asyncio.gather(*(self.client.abort(name, timeout_s) for name in names), return_exceptions=True)
 
     def drop_requests(self, writes: int | None = None) -> None:
         """End all requests with a ServerError.
@@ -91,4 +145,4 @@ class Server:
         """
         for request in self._requests.values():
             if writes is None or writes < request.oldest_allowed:
-                request.answer.cancel()
+                request.asking.cancel()

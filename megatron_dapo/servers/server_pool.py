@@ -1,22 +1,23 @@
-"""The servers of a run; a request goes to the least loaded one with the current weights."""
+"""The servers of a run: who is listed, and what each answers about its health and its weights."""
 
 import asyncio
 import logging
 import time
-import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
+from dataclasses import replace
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError, ServersLost, ServersMissing
+from megatron_dapo.common.rollout_errors import RolloutError, ServersLost, ServersMissing
 from megatron_dapo.servers.client import FOREIGN_VERSION, SGLangClient
+from megatron_dapo.servers.fleet import LOOK_S, moves, usual_factor
 from megatron_dapo.servers.followed_lease import turn_awake
-from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import KeyRefused, ServerError
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
 from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_slots import ServerSlots
 from megatron_dapo.storage.lease import LeaseFolder
 
 log = logging.getLogger(__name__)
@@ -25,20 +26,18 @@ _PROBE_TIMEOUT_S = 10.0
 _MISSES = 3
 """Health checks in a row that a server at work may miss: a busy one is not lost."""
 
+_SILENT_LOOKS = 3
+"""Looks in a row between which a server with requests may do nothing."""
+
 PAUSE_S = 30.0
 """How long a server with requests may be paused by others than a push."""
 
-_ABORT_INTERVAL_S = 0.1
-# for one call: after an answer a server is asked again, without waiting for the slow ones
-_ABORT_CALL_S = 0.5
 
+class ServerPool(ServerSlots):
+    """The slots of the run's servers, of changing number, and a watch over each server.
 
-class ServerPool:
-    """The servers of the run, of changing number, with their states (`server_health.py`).
-
-    Only current servers get requests. A server in the state BEHIND finishes the requests that still
-    accept its version. A paused server with the right weights is told to continue: by `expect` at
-    once, with requests once no push takes that long.
+    A paused server with the right weights is told to continue: by `expect` at once, with requests
+    once no push takes that long.
 
     All servers are watched, also at work: requests at a lost one end at once with a ServerError. A
     server no longer listed finishes its requests, and is watched until then.
@@ -58,6 +57,8 @@ class ServerPool:
         push_s: float = 0.0,
         keeps_caches: bool = False,
         lease: LeaseFolder | None = None,
+        look_s: float = LOOK_S,
+        may_move: bool = True,
     ) -> None:
         """Prepare; `start` asks the servers.
 
@@ -72,35 +73,22 @@ class ServerPool:
                 requests.
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
             lease: of shared GPUs. `start` and `expect` come while it is the servers'.
+            look_s: between two looks at the servers' speeds.
+            may_move: requests may go on at other servers.
         """
-        self.servers: list[Server] = []
-        self.version: int | None = None
-        self.is_aborting = False
+        super().__init__(max_concurrency, keeps_caches)
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
-        # all servers ever listed: their clients are closed in the end
-        self._known: dict[str, Server] = {}
-        self._max_concurrency = max_concurrency
         self._down_timeout_s = down_timeout_s
         self._probe_interval_s = probe_interval_s
-        self._all_down_since: float | None = None
-        self._failure: RolloutError | None = None
-        self._watch_failure: RolloutError | None = None
         self._push_s = push_s
         self._lease = lease
-        # a server outlives a run: prefixes read by other runs at the same version, by other
-        # weights, are not this run's
-        self._salt = uuid.uuid4().hex if keeps_caches else None
-        self._waiters: deque[asyncio.Future] = deque()
-        self._num_waiting = 0  # requests waiting for a slot, also those just woken
-        self._slots_changed = asyncio.Event()  # the next time
+        self._look_s = look_s
+        self._may_move = may_move
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
-        self._capacity = MeanOverTime()
-        self._slots_used = MeanOverTime()
-        self._without_requests = MeanOverTime()
-        self._kv_used = MeanAndMax()
+        self._speed_watch: asyncio.Task | None = None
 
     async def start(self, timeout_s: float) -> None:
         """Wait until every listed server is healthy, and for a list with a server; then watch them.
@@ -125,6 +113,7 @@ class ServerPool:
                 )
             await asyncio.sleep(min(self._probe_interval_s, max(deadline - time.monotonic(), 0)))
         self._watch = self._keep_watching(self._watch_all())
+        self._speed_watch = self._keep_watching(self._watch_speeds())
         self._follow()
 
     async def expect(self, version: int) -> None:
@@ -140,192 +129,14 @@ class ServerPool:
         await self._probe([server.url for server in self.servers if server.state is not ServerState.ILL])
         self._account()  # of a world without servers too
 
-    def mean_num_current(self) -> float:
-        """Return the mean number of current servers since the last call."""
-        self._account()
-        return self._capacity.take()
-
-    def mean_slots_used(self) -> float:
-        """Return the mean share of occupied slots of current servers since the last call."""
-        self._account()
-        return self._slots_used.take()
-
-    def mean_without_requests(self) -> float:
-        """Return the mean share of idle servers among the answering ones since the last call."""
-        self._account()
-        return self._without_requests.take()
-
-    def take_kv_used(self) -> tuple[float, float] | None:
-        """Return (mean, largest) share of a KV cache in use, over the looks since the last call.
-
-        Only servers with requests are looked at. None without a look.
-        """
-        return self._kv_used.take()
-
-    def forget_means(self) -> None:
-        """Restart the means over time."""
-        self.mean_num_current()
-        self.mean_slots_used()
-
-    def urls(self, *states: ServerState) -> list[str]:
-        """Return the listed servers in these states."""
-        return [server.url for server in self.servers if server.state in states]
-
-    def in_flight(self) -> dict[str, int]:
-        """Return url -> requests in flight, of servers with any."""
-        return {server.url: server.num_in_flight for server in self.servers if server.num_in_flight}
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Return the prefix-cache salt of new trajectories; it changes with the weight version.
-
-        None if servers forget cached prefixes at each push.
-
-        `expect` changes the salt, a while after the push. A trajectory begun meanwhile has the old
-        salt: the new weights write it, and its tokens say so, but its prefix may come from the old
-        ones. A push does the same to all responses interrupted by it: their log-probs are the
-        sampled ones, and the loss corrects for the rest. An evaluation never meets this, since
-        `expect` comes first.
-
-        The salt must not change earlier: no server without a version may fill the cache under that
-        version's salt.
-        """
-        return f"{self._salt}-{self.version}" if self._salt else None
-
-    @property
-    def num_free_slots(self) -> int:
-        """Return the free slots of current servers, less the requests waiting for one."""
-        current = (server for server in self.servers if server.state is ServerState.CURRENT)
-        free = sum(max(self._max_concurrency - server.num_in_flight, 0) for server in current)
-        return max(free - self._num_waiting, 0)
-
-    async def wait_for_slot_change(self) -> None:
-        """Wait until a slot becomes free, or a server's state changes.
-
-        Raises RolloutError if all servers have been down for down_timeout_s, or are watched no
-        more.
-        """
-        self._raise_failure()
-        await self._slots_changed.wait()
-        self._raise_failure()
-
-    @asynccontextmanager
-    async def slot(self, avoid: Collection[str] = (), prefer: str | None = None) -> AsyncIterator[Server]:
-        """Hold a slot of a current server; wait while all are full or down.
-
-        avoid: servers to take only if no other is free.
-        prefer: the server with the text's prefix in its cache; else the least loaded.
-
-        Raises NeedsSync if all answering servers are behind, RolloutError if all have been down for
-        down_timeout_s, Aborted while requests are aborted.
-        """
-        self._num_waiting += 1
-        try:
-            while (server := self._pick(avoid, prefer)) is None:
-                waiter = asyncio.get_running_loop().create_future()
-                self._waiters.append(waiter)
-                await waiter
-        except BaseException:  # it may have been woken for a slot, taken then by another request
-            self._wake(1)
-            raise
-        finally:
-            self._num_waiting -= 1
-        server.num_in_flight += 1
-        self._account()
-        try:
-            yield server
-        finally:
-            server.num_in_flight -= 1
-            self._account()
-            self._wake(1)
-
-    def mark_down(self, server: Server, reason: str) -> None:
-        """Send it no requests until a health check passes."""
-        self._note(server, ServerEvent.LOST, f"is down: {reason}")
-
-    def mark_behind(self, server: Server, reason: str) -> None:
-        """Send it no requests until it got a push."""
-        self._note(server, ServerEvent.BEHIND, f"needs a push of the weights: {reason}")
-
-    async def abort_requests(self, timeout_s: float) -> None:
-        """Have the servers answer all requests with their present tokens, within timeout_s.
-
-        No request may be sent until `is_aborting` is reset.
-        """
-        self.is_aborting = True
-        self._wake()
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(server.num_in_flight for server in self._known.values()):
-            await asyncio.gather(*(server.abort_requests(_ABORT_CALL_S) for server in self._known.values()))
-            # a request on its way is not known to its server yet
-            await asyncio.sleep(_ABORT_INTERVAL_S)
-
     async def close(self) -> None:
         """End the watches, and close the connections to all servers."""
-        watches = [*self._watches.values(), *filter(None, [self._watch])]
+        watches = [*self._watches.values(), *filter(None, [self._watch, self._speed_watch])]
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
         for server in self._known.values():
             await server.client.close()
-
-    def _pick(self, avoid: Collection[str], prefer: str | None) -> Server | None:
-        self._raise_failure()
-        if self.is_aborting:
-            raise Aborted
-        current = [server for server in self.servers if server.state is ServerState.CURRENT]
-        if not current and (behind := self.urls(ServerState.BEHIND)):
-            raise NeedsSync(f"no server is at work with weight version {self.version}; push it to: {', '.join(behind)}")
-        free = [server for server in current if server.num_in_flight < self._max_concurrency]
-        return min(
-            free,
-            key=lambda server: (server.url in avoid, server.url != prefer, server.num_in_flight),
-            default=None,
-        )
-
-    def _raise_failure(self) -> None:
-        if failure := self._watch_failure or self._failure:
-            raise failure
-
-    def _wake(self, num_waiters: int | None = None) -> None:
-        """Let the requests that waited longest look again, and wake all waiters for a change.
-
-        num_waiters: number of these requests; None = all.
-        """
-        self._slots_changed.set()
-        self._slots_changed = asyncio.Event()
-        while self._waiters and num_waiters != 0:
-            waiter = self._waiters.popleft()
-            if not waiter.done():  # a cancelled request leaves its waiter behind
-                waiter.set_result(None)
-                num_waiters = None if num_waiters is None else num_waiters - 1
-
-    def _note(self, server: Server, event: ServerEvent, news: str = "") -> None:
-        """Take in an event; log the news if it changes the state."""
-        state = server.state.after(event)
-        if state is server.state:
-            self._account()  # the clock of "all are down" may have been stopped
-            return
-        if news:
-            log.warning("server %s %s", server.url, news)
-        self._account()
-        server.state = state
-        self._account()
-        self._wake()
-
-    def _account(self) -> None:
-        """Add the present to the means over time, and note since when all servers are down."""
-        current = [server for server in self.servers if server.state is ServerState.CURRENT]
-        self._capacity.add(len(current))
-        num_slots = len(current) * self._max_concurrency
-        self._slots_used.add(sum(server.num_in_flight for server in current) / num_slots if num_slots else 0.0)
-        there = [server for server in self.servers if server.answers]
-        num_without = sum(server.num_in_flight == 0 for server in there)
-        self._without_requests.add(num_without / len(there) if there else 0.0)
-        if there:
-            self._all_down_since = None
-        elif self._all_down_since is None:
-            self._all_down_since = time.monotonic()
 
     def _take_list(self, urls: Collection[str]) -> None:
         """Take these URLs for the list. A newly listed server is down until it was asked."""
@@ -334,7 +145,7 @@ class ServerPool:
             return
         for url in urls:
             if url not in self._known:
-                self._known[url] = Server(self._connect(url))
+                self._known[url] = Server(self._connect(url), num_seats=self._max_concurrency)
             if url not in before:
                 self._known[url].state = self._known[url].state.after(ServerEvent.LOST)
         self.servers = [self._known[url] for url in urls]
@@ -428,7 +239,7 @@ class ServerPool:
                 continue
             await self._look_after(server, turn)
             if turn_awake(self._lease) == turn:
-                await self._note_kv_used(server)
+                await self._note_load(server)
 
     async def _look_after(self, server: Server, turn: int) -> None:
         """Ask for its health and its weights; it may miss a check.
@@ -452,6 +263,7 @@ class ServerPool:
                 server.drop_requests()
             return
         server.num_misses = 0
+        server.is_paused = is_paused
         # found ill by `expect` since it was asked, or put to sleep
         if server.state is ServerState.ILL or turn_awake(self._lease) != turn:
             return
@@ -476,12 +288,15 @@ class ServerPool:
         if not is_in_push:
             server.drop_requests(version)
 
-    async def _note_kv_used(self, server: Server) -> None:
-        """Note the fill of its cache, if it has requests. Other questions tell its health."""
+    async def _note_load(self, server: Server) -> None:
+        """Note the fill of its cache and its work, if it has requests. Other questions tell its
+        health."""
         if server.state is not ServerState.CURRENT or server.num_misses or not server.num_in_flight:
             return
         with suppress(ServerError):
-            self._kv_used.add(await server.client.kv_used(_PROBE_TIMEOUT_S))
+            load = await server.client.load(_PROBE_TIMEOUT_S)
+            self._kv_used.add(load.kv_used)
+            server.speedometer.note(load.work)
 
     async def _watch_all(self) -> None:
         while True:
@@ -497,3 +312,58 @@ class ServerPool:
                     f"(actor_rollout_ref.rollout.server.startup_timeout_s): {self._listed}; see their log files."
                 )
                 self._wake()
+
+    async def _watch_speeds(self) -> None:
+        while True:
+            last_look = time.monotonic()
+            await asyncio.sleep(self._look_s)
+            if turn_awake(self._lease) is not None:
+                await self._look_at_speeds(last_look)
+
+    async def _look_at_speeds(self, last_look: float) -> None:
+        """Measure the current servers, give them seats by their speed, and move requests.
+
+        Requests of a silent server are moved too, and dropped one look later: only those that it
+        does not hand back begin anew.
+        """
+        for server in self._known.values():
+            if server.state is ServerState.ILL:
+                server.drop_requests()
+        current = self._current()
+        usual = usual_factor(server.speedometer.factor for server in current)
+        # a push pauses all; SGLang says of an ill server too that it is paused
+        is_push = 2 * sum(server.is_paused for server in current) > len(current)
+        for server in current:
+            has_old_ones = server.has_requests_before(last_look) and not is_push
+            server.speedometer.look(usual, has_requests=server.num_in_flight > 0, has_old_ones=has_old_ones)
+        self._give_seats()
+        for server in current:
+            if server.speedometer.num_silent >= _SILENT_LOOKS:
+                await self._give_up(server)
+        await self._move_requests()
+
+    async def _give_up(self, server: Server) -> None:
+        server.speedometer.num_silent = 0
+        why = f"it answers, and has written nothing for {_SILENT_LOOKS * self._look_s:g} s"
+        self._report_unresponsive({server.url: why})
+        self._note(server, ServerEvent.STUCK, f"is ill: {why}")
+        if self._may_move:
+            await server.move_requests(None, _PROBE_TIMEOUT_S)
+        else:
+            server.drop_requests()
+
+    async def _move_requests(self) -> None:
+        current = self._current()
+        is_blocked = self.is_blocked()
+        self._blocked_s += is_blocked * self._look_s
+        if not self._may_move:
+            return
+        under_way = [pair for server in current for pair in server.requests_under_way()]
+        order = {uid: number for number, uid in enumerate(sorted({uid for uid, _ in under_way}))}
+        requests = [replace(request, group=order[uid]) for uid, request in under_way]
+        names: dict[str, set[str]] = defaultdict(set)
+        for move in moves([server.load for server in current], requests, is_blocked):
+            names[move.source].add(move.request)
+        # a failed question or abort moves nothing
+        asked = (server.move_requests(names[server.url], _PROBE_TIMEOUT_S) for server in current if server.url in names)
+        await asyncio.gather(*asked, return_exceptions=True)

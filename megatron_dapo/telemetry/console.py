@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -193,6 +193,19 @@ WARNINGS: tuple[tuple[str, Callable[[float], str | None]], ...] = (
     ("reward/truncated_correct", paid_without_answer),
 )
 """Metric -> its warning, shown once until it is cured."""
+
+
+def warnings_of(metrics: Mapping[str, float]) -> Iterator[tuple[str, str | None]]:
+    """Yield (metric, its warning, or None) for each metric with one."""
+    for metric, words_of in WARNINGS:
+        if metric in metrics:
+            yield metric, words_of(metrics[metric])
+    for metric, num_seats in metrics.items():
+        if metric.startswith("rollout/seats/"):
+            server = metric.removeprefix("rollout/seats/")
+            factor = metrics[f"rollout/factor/{server}"]
+            words = f"server {server} takes {factor:.1f} times as long for a token as the others; it gets no requests."
+            yield metric, None if num_seats else words
 
 
 def progress(total: int, what: str = "steps", has_left: bool = True):

@@ -18,12 +18,12 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
 from megatron_dapo.telemetry.console import (
     SFT_COLUMNS,
-    WARNINGS,
     Column,
     RunLine,
     StepTable,
     progress,
     validation_line,
+    warnings_of,
 )
 from megatron_dapo.telemetry.metrics_file import MetricsFile
 from megatron_dapo.telemetry.sample_table import COLUMNS, SampleTable
@@ -75,11 +75,8 @@ class Console:
             self._progress.update(self._progress.task_ids[0], completed=record.step)
 
     def _warn(self, record: Record) -> None:
-        """Warn of faulty responses: once, until it is cured."""
-        for metric, words_of in WARNINGS:
-            if metric not in record.metrics:
-                continue
-            words = words_of(record.metrics[metric])
+        """Warn of faulty responses and slow servers: once, until it is cured."""
+        for metric, words in warnings_of(record.metrics):
             if words is None:
                 self._told.discard(metric)
             elif metric not in self._told:

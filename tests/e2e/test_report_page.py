@@ -197,6 +197,15 @@ def test_all_figures_are_on_paper(page):
     page.wait_for("figures.length > 10 && figures.every(figure => figure.chart.querySelector('.main-svg'))")
 
 
+def test_slow_servers_stand_out_of_a_map_over_the_steps(page):
+    page.do("dispatchEvent(new Event('beforeprint'))")
+    chart = "figures.find(figure => figure.describe().startsWith('Speed of the servers of seed_0'))"
+    factors = page.wait_for(f"{chart}?.chart.data?.[0].z")
+    assert factors == [[1] * 6, [1, 4, 1, 1, 1, 1]]
+    assert page.do(f"{chart}.chart.data[0].y") == ["node1:30000", "node2:30000"]
+    assert page.do(f"{chart}.table().rows[1]") == ["node2:30000", "4", "31"]
+
+
 def test_every_control_has_a_name_and_nothing_is_wider_than_a_narrow_screen(page, report_file):
     page.open(report_file.as_uri(), width=380, height=800)
     status(page, "Step 6")

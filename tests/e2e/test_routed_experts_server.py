@@ -178,7 +178,7 @@ def test_a_request_that_is_put_back_has_all_rows(model_path, server):
 
     async def interrupted(client: SGLangClient) -> list[Generation]:
         running = asyncio.create_task(client.generate([4, 5, 6], SamplingParams(400), 120.0, experts=question))
-        while (await client.kv_used()) == 0:
+        while ((await client.load()).kv_used) == 0:
             await asyncio.sleep(0.02)
         await client.pause("retract")
         await client.continue_()

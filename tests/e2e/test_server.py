@@ -172,7 +172,7 @@ def test_a_server_tells_how_full_its_cache_is(server):
         for number in range(50):
             running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"c{number:031}"))
             while not running.done() and not busy:
-                busy = await client.kv_used()
+                busy = (await client.load()).kv_used
             await running
             if busy:
                 break

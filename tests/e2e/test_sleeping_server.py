@@ -114,7 +114,7 @@ async def running(client: SGLangClient) -> asyncio.Task[Generation]:
     for _ in range(50):  # its scheduler tells of itself now and then, perhaps not in time
         await client.post("/flush_cache", {})
         request = asyncio.create_task(generate(client))
-        while not request.done() and not await client.kv_used():
+        while not request.done() and not (await client.load()).kv_used:
             await asyncio.sleep(0.01)
         await client.pause("retract")
         if not request.done():

@@ -254,7 +254,7 @@ BUGS = (
     ),
     PublishedBug(
         "prefixes-of-older-weights",
-        "megatron_dapo/servers/server_pool.py",
+        "megatron_dapo/servers/server_slots.py",
         'return f"{self._salt}-{self.version}" if self._salt else None',
         "return self._salt",
         "tests/unit/test_cache_salts.py::test_a_salt_keeps_new_requests_from_prefixes_that_older_weights_read",

@@ -1,13 +1,15 @@
 """The number of prompts that may be drawn: the two rules, and the cost of waves."""
 
 import random
+from itertools import product
 
 import pytest
 
 from megatron_dapo.data.samples import Group, Prompt
-from megatron_dapo.queue.admission import paced, wave_size
+from megatron_dapo.queue.admission import batches_closed, may_draw, wave_size
 from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
 from megatron_dapo.queue.step_statistics import StepStatistics
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
@@ -15,17 +17,19 @@ pytestmark = pytest.mark.unit
 def num_admitted(num_steps, version, max_staleness, total_steps=100, size=4, num_ready=0):
     """Prompts that are drawn at once, with slots without end."""
     num_open = 0
-    while paced(
+    while may_draw(
         num_steps=num_steps,
-        size=size,
-        num_ready=num_ready,
-        num_open=num_open,
+        num_batches=num_ready // size + closed([True] * num_open, num_kept=num_ready % size, size=size),
         version=version,
         max_staleness=max_staleness,
         total_steps=total_steps,
     ):
         num_open += 1
     return num_open
+
+
+def closed(may_carry_signal, num_kept=0, num_used=0, size=4, max_draws=1 << 62):
+    return batches_closed(may_carry_signal, num_kept=num_kept, num_used=num_used, size=size, max_draws=max_draws)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,73 @@ def num_admitted(num_steps, version, max_staleness, total_steps=100, size=4, num
 )
 def test_prompts_are_drawn_for_the_steps_that_may_train_on_them(words, expected):
     assert num_admitted(**words) == expected
+
+
+@pytest.mark.parametrize(
+    ("may_carry_signal", "words", "expected"),
+    [
+        ("", {}, 0),
+        ("1111 111", {}, 1),
+        ("1111 1111", {}, 2),
+        ("1", dict(num_kept=3), 1),
+        ("0001 0010 1001", {}, 1),  # those that are dropped take no place
+        ("0000 0000", {}, 0),
+        # a batch is handed out short after its draws
+        ("1 1110", dict(num_kept=1, num_used=4, max_draws=5), 1),
+        ("1 11100", dict(num_kept=1, num_used=4, max_draws=5), 2),
+        ("0 0001", dict(num_kept=1, num_used=4, max_draws=5), 1),
+        ("0000 01", dict(max_draws=5), 1),  # never without a group
+    ],
+)
+def test_the_most_batches_that_open_draws_can_close(may_carry_signal, words, expected):
+    assert closed([letter == "1" for letter in may_carry_signal if letter != " "], **words) == expected
+
+
+def batches_of(outcome, num_kept, num_used, size, max_draws):
+    """The batches that a queue makes of decided draws, short ones too; the run ends without a
+    group."""
+    number = 0
+    for is_kept in outcome:
+        if num_used == max_draws and not num_kept:
+            break
+        num_kept, num_used = num_kept + is_kept, num_used + 1
+        if num_kept == size or (num_used == max_draws and num_kept):
+            number, num_kept, num_used = number + 1, 0, 0
+    return number
+
+
+def test_no_outcome_of_the_open_draws_closes_more_batches():
+    """All outcomes of up to 9 draws; and one of them closes as many."""
+    source = random.Random(7)
+    for _ in range(amount(200, 2000)):
+        size = source.randint(1, 4)
+        max_draws = source.choice([1 << 62, size + source.randint(0, 3)])
+        num_kept = source.randrange(size)
+        num_used = num_kept + source.randint(0, max(min(max_draws - 1, 9) - num_kept, 0))
+        may = [source.random() < 0.6 for _ in range(source.randint(0, 9))]
+        outcomes = product(*((False, True) if each else (False,) for each in may))
+        most = max(batches_of(outcome, num_kept, num_used, size, max_draws) for outcome in outcomes)
+        at_most = closed(may, num_kept, num_used, size, max_draws)
+        assert at_most >= most
+        assert at_most == most or max_draws < 1 << 62
+
+
+def test_where_nothing_is_known_to_be_empty_as_many_may_be_drawn_as_by_places():
+    """The rule before verdicts: handed out, ready and open groups fill places of steps."""
+    source = random.Random(8)
+    for _ in range(5000):
+        size = source.randint(1, 5)
+        max_draws = source.choice([1 << 62, size + source.randint(0, 3)])
+        num_kept, num_open, num_batches = source.randrange(size), source.randint(0, 20), source.randint(0, 2)
+        num_used = num_kept + source.randint(0, min(max_draws - 1, 9) - num_kept)
+        of_run = dict(num_steps=source.randint(0, 3), version=source.randint(0, 3))
+        limits = dict(max_staleness=source.randint(0, 4), total_steps=source.randint(1, 9))
+        num_closed = closed([True] * num_open, num_kept, num_used, size, max_draws)
+        # the last draws of a batch fill its rest, with or without signal
+        places = num_batches * size + max(num_kept, size - (max_draws - num_used)) + num_open
+        last_step = min(of_run["version"] + 1 + limits["max_staleness"], limits["total_steps"])
+        by_places = of_run["num_steps"] * size + places < last_step * size
+        assert may_draw(num_batches=num_batches + num_closed, **of_run, **limits) == by_places
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,8 @@ import pytest
 
 from benchmarks import bench_async, simulate_async_recipe
 from megatron_dapo.checks.run_checks import validate
-from megatron_dapo.commands.plan.simulation import (
-    Machines,
-    Recipe,
-    SimulatedRequest,
-    SimulatedServer,
-    Simulation,
-    mean_age,
-    random_draws,
-)
+from megatron_dapo.commands.plan.simulated_server import Machines, SimulatedRequest, SimulatedServer
+from megatron_dapo.commands.plan.simulation import Recipe, Simulation, mean_age, random_draws
 from megatron_dapo.commands.plan.step_time import Assumptions, run_time
 from megatron_dapo.config.derived import world_size
 from megatron_dapo.config.loader import load_config

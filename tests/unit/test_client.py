@@ -124,7 +124,7 @@ def test_an_answer_that_contradicts_itself_is_an_error_that_names_url_and_route(
 
 def test_the_use_of_a_cache_is_that_of_all_its_ranks():
     def kv_used(answer: dict) -> float:
-        return ask({"GET /v1/loads": answer}, lambda client: client.kv_used(5.0))
+        return ask({"GET /v1/loads": answer}, lambda client: client.load(5.0)).kv_used
 
     loads = [{"num_used_tokens": used, "max_total_num_tokens": size} for used, size in ((10, 100), (200, 300))]
     assert kv_used({"loads": loads}) == 210 / 400

@@ -14,6 +14,8 @@ SECTIONS = "actor|critic|dapo|data|perf|prompt_length|replay|response_length|rew
 MADE_FROM_PARTS = {
     "val/SOURCE/accuracy",
     "data/FILE/epoch",
+    "rollout/factor/SERVER",
+    "rollout/seats/SERVER",
     "weight_sync/PHASE_s",
     "weight_sync/HELD_gb",
     "perf/max_memory_allocated_gb/ppN",

@@ -14,7 +14,8 @@ from megatron_dapo.commands.plan.fitting import changed_overrides
 from megatron_dapo.commands.plan.search import ConfigSource, candidates
 from megatron_dapo.commands.plan.server_time import ServerSpeed
 from megatron_dapo.commands.plan.shortage import shortage
-from megatron_dapo.commands.plan.simulation import Machines, Recipe
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Recipe
 from megatron_dapo.commands.plan.step_time import Assumptions, PhaseTimes, phase_times, run_time, simulated
 from megatron_dapo.commands.plan.training_time import TrainingTime
 from megatron_dapo.config.keys import with_keys
@@ -141,7 +142,8 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
     assert len(every) > 4
     assert [time.step for _, time in best] == sorted(every)[:4]
     for candidate, time in best:
-        assert candidate.bound_s <= time.step * 1.000001
+        # one step of 200 requests, partly written ahead in the warm-up
+        assert candidate.bound_s <= time.step * 1.1
         overrides = [*source.overrides, *changed_overrides(config, candidate.keys)]
         pasted = load_config(source.path, overrides)
         assert not shortage(pasted, spec)

@@ -48,8 +48,9 @@ def draw(number, version):
 
 
 @asynccontextmanager
-async def rollout(*servers, max_concurrency=64, exact=False, max_retries=20, keeps_caches=False):
-    """(the pool of these servers, started, and a sampler of it), at version 1."""
+async def rollout(*servers, max_concurrency=64, exact=False, max_retries=20, **options):
+    """(the pool of these servers, started, and a sampler of it), at version 1.
+    options: further ones of the pool."""
     for server in servers:
         await server.start()
     pool = ServerPool(
@@ -57,7 +58,7 @@ async def rollout(*servers, max_concurrency=64, exact=False, max_retries=20, kee
         max_concurrency,
         down_timeout_s=30.0,
         probe_interval_s=PROBE_S,
-        keeps_caches=keeps_caches,
+        **options,
     )
     try:
         await pool.start(10.0)

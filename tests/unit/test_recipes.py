@@ -10,7 +10,8 @@ import pytest
 from megatron_dapo.checks.run_checks import load_for_evaluation, validate
 from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.commands.plan.shortage import shortage
-from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, random_draws
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Recipe, Simulation, random_draws
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import (
     dapo_techniques,

@@ -79,7 +79,7 @@ class Servers:
     def __init__(self, aborted=()):
         self.version, self.cache_salt, self.is_aborting, self.aborted, self.asked = 1, None, True, {*aborted}, []
 
-    def slot(self, avoid, prefer):
+    def slot(self, avoid, prefer, is_first):
         return self
 
     async def __aenter__(self):
@@ -96,8 +96,8 @@ class Servers:
         for _ in range(20 - number):  # the last one is the first to be there
             await asyncio.sleep(0)
         if number in self.aborted:
-            return Generation((7, 8), (-0.5, -0.5), "abort", (1, 1), server="url")
-        return Generation((params.sampling_seed % 50,), (-0.5,), "stop", (1,), server="url")
+            return Generation((7, 8), (-0.5, -0.5), "abort", (1, 1), servers=("url",))
+        return Generation((params.sampling_seed % 50,), (-0.5,), "stop", (1,), servers=("url",))
 
 
 class Rewards:

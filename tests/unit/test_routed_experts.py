@@ -219,10 +219,10 @@ def sampled(experts: np.ndarray, reason: str = "stop") -> Generation:
 
         async def generate(self, tokens, params, timeout_s, request_id, salt, question):
             assert question == ExpertQuestion(SHAPE, 0)
-            return Generation((1,), (0.0,), reason, (1,), server=self.url, routed_experts=experts)
+            return Generation((1,), (0.0,), reason, (1,), servers=(self.url,), routed_experts=experts)
 
     @asynccontextmanager
-    async def slot(avoid, prefer):
+    async def slot(avoid, prefer, is_first):
         yield Server(Client())
 
     pool = SimpleNamespace(version=1, slot=slot, cache_salt=None, is_aborting=True)

@@ -279,7 +279,7 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch)
     server, budget = Server(Client()), Budget(10.0)
 
     @asynccontextmanager
-    async def slot(avoid, prefer):
+    async def slot(avoid, prefer, is_first):
         yield server
 
     pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)
@@ -302,7 +302,7 @@ def test_the_pause_between_retries_of_a_request_has_a_cap(monkeypatch):
         pauses.append(seconds)
 
     @asynccontextmanager
-    async def slot(avoid, prefer):
+    async def slot(avoid, prefer, is_first):
         yield Server(Client())
 
     pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)

@@ -15,6 +15,7 @@ from megatron_dapo.common.rollout_errors import Interrupted, NeedsSync
 from megatron_dapo.data.samples import Group
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.servers.growing_answer import GrowingAnswer
 from tests.fake_rollout import PROMPT_LENGTH, WritingServer, make_config, mislabelled, rollout_folder
 from tests.proofs import amount
 
@@ -122,9 +123,18 @@ class Run:
         self.account = account
 
 
-def run_lives(folder, lives, max_staleness=MAX_STALENESS, num_steps=0):
+async def slow_in_turns(servers):
+    """One server after the other is slow for a while."""
+    while True:
+        for slow in servers:
+            for server in servers:
+                server.slowness = 12.0 if server is slow else 1.0
+            await asyncio.sleep(0.7)
+
+
+def run_lives(folder, lives, max_staleness=MAX_STALENESS, num_steps=0, is_uneven=False):
     """The Run after these (seconds, kind), and after this many steps,
-    on two servers that write slowly."""
+    on two servers that write slowly. is_uneven: one is much slower."""
 
     async def scenario():
         chance = random.Random(1)
@@ -138,6 +148,7 @@ def run_lives(folder, lives, max_staleness=MAX_STALENESS, num_steps=0):
             for _ in range(2)
         ]
         config = make_config(folder, servers, *OVERRIDES, f"actor_rollout_ref.rollout.max_staleness={max_staleness}")
+        slowing = asyncio.create_task(slow_in_turns(servers) if is_uneven else asyncio.sleep(0))
         try:
             for server in servers:
                 await server.start()
@@ -148,6 +159,7 @@ def run_lives(folder, lives, max_staleness=MAX_STALENESS, num_steps=0):
                 await run.live(1.0, "stopped")
             return run
         finally:
+            slowing.cancel()
             for server in servers:
                 await server.stop()
 
@@ -204,3 +216,21 @@ def test_a_synchronous_step_that_is_stopped_goes_on_with_its_partial_answers(fol
     run = run_lives(folder, [(0.12, "stopped"), (0.12, "stopped"), (1.0, "stopped")], max_staleness=0, num_steps=1)
     check_trained(run, max_staleness=0)
     assert run.trained and num_continued(run) > 5
+
+
+def test_stops_and_kills_while_answers_move_lose_no_group_and_double_none(folder, monkeypatch):
+    """Looks every 0.1 s at servers slow in turns."""
+    monkeypatch.setattr("megatron_dapo.rollout.build_rollout.LOOK_S", 0.1)
+    moved, move = [], GrowingAnswer.move
+
+    def note(answer, part, url):
+        moved.append(len(part.tokens))
+        move(answer, part, url)
+
+    monkeypatch.setattr(GrowingAnswer, "move", note)
+    chance = random.Random(11)
+    lives = [(chance.uniform(0.4, 1.2), "stopped" if number % 2 else "killed") for number in range(amount(4, 20))]
+    run = run_lives(folder, [*lives, (2.0, "stopped")], num_steps=len(lives), is_uneven=True)
+    check_trained(run)
+    assert len(moved) >= len(lives) and sum(length > 1 for length in moved) > len(lives) / 2
+    assert num_continued(run) > 0

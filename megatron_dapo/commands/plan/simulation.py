@@ -6,22 +6,23 @@ servers, of the trainer and of the push of the weights. Pure: no clock, no files
 simulated seconds.
 """
 
-import heapq
 import itertools
 import math
 import random
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
+from megatron_dapo.commands.plan.simulated_fleet import SimulatedFleet
+from megatron_dapo.commands.plan.simulated_server import Machines, SimulatedRequest, SimulatedServer
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
 from megatron_dapo.queue.group_filter import by_correctness
 from megatron_dapo.queue.group_queue import Account, FilterReason, GroupQueue, QueueLimits
+from megatron_dapo.servers import fleet
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Draw:
 
 
 Draws = Callable[[int], Draw]  # number of the draw -> the servers' answers
+_ANEW = 1_000_000  # between the numbers of a draw's answers elsewhere
 
 
 def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draws:
@@ -49,29 +51,6 @@ def random_draws(lengths: Lengths, acceptance: float, n: int, seed: int) -> Draw
         return Draw(tuple(lengths.sample(source) for _ in range(n)), source.random() < acceptance)
 
     return draw
-
-
-@dataclass(frozen=True)
-class Machines:
-    """The servers and the trainer, in seconds.
-
-    A server with r requests in flight writes one token of each in token_s + r *
-    token_s_per_request.
-    """
-
-    num_servers: int
-    slots_per_server: int
-    token_s: float
-    train_s: float
-    """From a batch to the push."""
-    push_s: float
-    """Of the weights, while no server writes."""
-    token_s_per_request: float = 0.0
-
-    @property
-    def num_slots(self) -> int:
-        """Return the total number of requests that the servers take."""
-        return self.num_servers * self.slots_per_server
 
 
 @dataclass(frozen=True)
@@ -101,79 +80,12 @@ class Speed:
     """Discarded groups with signal, of all generated."""
 
 
-@dataclass(frozen=True)
-class SimulatedRequest:
-    """One requested response. Requests that end at the same time are ordered by their number."""
-
-    number: int
-    uid: str  # the group's
-    length: int
-    is_correct: bool
-
-    def __lt__(self, other: "SimulatedRequest") -> bool:
-        return self.number < other.number
-
-
-class SimulatedServer:
-    """Requests in flight on one server.
-
-    All advance at the same rate, so that one counter of tokens written orders their ends.
-    """
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-        self._written = 0.0  # tokens that a request would have that began first of all
-        self._running: list[tuple[float, SimulatedRequest]] = []  # (written at its end, request)
-        self._written_before = [0.0]  # version -> written when it was pushed
-        self._count_requests()
-
-    def _count_requests(self) -> None:
-        """Update the values that depend on the number of requests; they are read more often than it
-        changes."""
-        self.num_in_flight = len(self._running)
-        self._seconds_per_token = self._machines.token_s + self.num_in_flight * self._machines.token_s_per_request
-
-    def seconds_to_next_end(self) -> float:
-        """Return the seconds until the next request is done; infinite without requests."""
-        if not self._running:
-            return math.inf
-        return max(self._running[0][0] - self._written, 0.0) * self._seconds_per_token
-
-    def add(self, request: SimulatedRequest) -> None:
-        """Begin a request."""
-        heapq.heappush(self._running, (self._written + request.length, request))
-        self._count_requests()
-
-    def push(self) -> None:
-        """Write with weights of the next version from now on."""
-        self._written_before.append(self._written)
-
-    def advance(self, seconds: float) -> None:
-        """Write tokens for so many seconds, at most `seconds_to_next_end`."""
-        self._written += seconds / self._seconds_per_token
-
-    def pop(self) -> tuple[SimulatedRequest, dict[int, int]]:
-        """End the next request; return it with the number of its tokens by weight version."""
-        self._written, request = heapq.heappop(self._running)
-        self._count_requests()
-        began = self._written - request.length
-        num_tokens: dict[int, int] = {}
-        num_left = request.length
-        for version in range(len(self._written_before) - 1, -1, -1):
-            num_before = max(round(self._written_before[version] - began), 0)
-            if num_left > num_before:
-                num_tokens[version] = num_left - num_before
-                num_left = num_before
-            if not num_left:
-                break
-        return request, dict(reversed(num_tokens.items()))
-
-
 class Simulation:
     """One run: the trainer requests batches, trains and pushes; the servers write between these
     moments.
 
-    `drawn` and `trained`: all groups so far, for comparisons. filter_reason: as in `GroupQueue`.
+    `drawn`, `trained` and `step_s`: all groups and steps so far, for comparisons. filter_reason: as
+    in `GroupQueue`.
     """
 
     def __init__(
@@ -188,17 +100,16 @@ class Simulation:
             max_num_gen_batches=0,
             max_staleness=recipe.max_staleness,
         )
-        self._queue = GroupQueue(limits, filter_reason or by_correctness("strict"))
+        self.queue = GroupQueue(limits, filter_reason or by_correctness("strict"))
         self._version = 0  # that the servers hold
         self._confirmed = 0  # the controller's knowledge: updated when the next step is requested
-        self._servers = [SimulatedServer(machines) for _ in range(machines.num_servers)]
-        self._waiting: deque[SimulatedRequest] = deque()  # without a slot
+        self.fleet = SimulatedFleet(machines, self.length_anew)
         self._numbers = itertools.count()
         self._groups: dict[str, Group] = {}  # uid -> open group, as it was drawn
         self._samples: dict[str, list[Sample]] = {}  # uid -> finished samples of the group
         self._now = 0.0
-        self._num_in_flight = 0
         self._slot_seconds = 0.0
+        self.step_s: list[float] = []
         self.drawn: list[Draw] = []
         self.trained: list[Group] = []
 
@@ -206,26 +117,27 @@ class Simulation:
         """Return the measurements of the steps after the warm-up."""
         recipe = self._recipe
         waited_s = 0.0
-        started = (self._now, self._slot_seconds, self._queue.account)
+        started = (self._now, self._slot_seconds, self.queue.account)
         for step in range(1, recipe.warm_up + recipe.num_steps + 1):
             if step == recipe.warm_up + 1:
-                started = (self._now, self._slot_seconds, self._queue.account)
+                started = (self._now, self._slot_seconds, self.queue.account)
                 waited_s = 0.0
             asked_at = self._now
-            self._queue.begin(step, weight_version=self._version)
+            self.queue.begin(step, weight_version=self._version)
             self._confirmed = self._version
             self._admit(is_asked=True)
-            while not self._queue.is_ready():
+            while not self.queue.is_ready():
                 self._to_next_end(math.inf, is_asked=True)
-            self.trained += self._queue.take().groups
+            self.trained += self.queue.take().groups
             waited_s += self._now - asked_at
             self._train()
+            self.step_s.append(self._now - asked_at)
         seconds = self._now - started[0]
         return Speed(
             steps_per_s=recipe.num_steps / seconds,
             wait_share=waited_s / seconds,
             slots_used=(self._slot_seconds - started[1]) / (seconds * self._machines.num_slots),
-            discarded_share=_discarded_share(started[2], self._queue.account),
+            discarded_share=_discarded_share(started[2], self.queue.account),
         )
 
     def _train(self) -> None:
@@ -236,52 +148,73 @@ class Simulation:
         while self._to_next_end(end, is_asked=False):
             pass
         self._pass(self._machines.push_s)
-        for server in self._servers:
+        for server in self.fleet.servers:
             server.push()
         self._version += 1
 
     def _to_next_end(self, deadline: float, is_asked: bool) -> bool:
-        """Advance to the end of the next request, and admit allowed draws; False if the deadline is
-        earlier."""
-        next_server = min(self._servers, key=SimulatedServer.seconds_to_next_end)
+        """Advance to the end of the next request or a change of the servers, and admit allowed
+        draws; False if the deadline is earlier."""
+        next_server = min(self.fleet.servers, key=SimulatedServer.seconds_to_next_end)
         seconds = next_server.seconds_to_next_end()
-        if self._now + seconds > deadline:
+        to_event = max(self.fleet.next_event - self._now, 0.0)
+        if self._now + min(seconds, to_event) > deadline:
             self._write(deadline - self._now)
             return False
-        assert seconds < math.inf, "the trainer waits, and no request is in flight"
-        self._write(seconds)
-        self._end(*next_server.pop())
+        assert min(seconds, to_event) < math.inf, "the trainer waits, and no request is in flight"
+        self._write(min(seconds, to_event))
+        if seconds < to_event:
+            self._end(*next_server.pop())
+        elif self.fleet.change(max(self._now, self.fleet.next_event)):
+            self.look(is_asked)
+        self.fleet.fill_seats()
         self._admit(is_asked)
         return True
 
+    def look(self, is_asked: bool) -> None:
+        """Look at the servers. is_asked: the trainer waits."""
+        queue = self.queue
+        is_blocked = fleet.is_blocked(
+            is_held=self.fleet.has_free_seat() and not queue.may_start(queue.num_open, self._confirmed),
+            is_waited_for=is_asked,
+            num_with_signal=queue.num_with_signal,
+            size=self._recipe.train_batch_size,
+        )
+        self.fleet.look(self._now, is_blocked)
+
+    def length_anew(self, request: SimulatedRequest) -> int:
+        """Return the length of a response that goes on elsewhere, as if sampled from there: a new
+        one among those longer than its earlier tokens."""
+        draws = (self._draws(request.draw + _ANEW * number) for number in itertools.count(1000 * request.attempt))
+        lengths = (draw.lengths[request.position] for draw in draws)
+        return next(length for length in lengths if length > request.num_earlier)
+
     def _write(self, seconds: float) -> None:
-        for server in self._servers:
+        for server in self.fleet.servers:
             server.advance(seconds)
         self._pass(seconds)
 
     def _pass(self, seconds: float) -> None:
         self._now += seconds
-        self._slot_seconds += seconds * self._num_in_flight
+        self._slot_seconds += seconds * self.fleet.num_in_flight
 
     def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
-        """Take in an answer; its slot takes the request that waits longest."""
-        self._num_in_flight -= 1
+        """Take in an answer."""
         samples = self._samples[request.uid]
         samples.append(_sample(request, num_tokens))
         if len(samples) == self._recipe.n:
             del self._samples[request.uid]
-            self._queue.add_finished(replace(self._groups.pop(request.uid), samples=tuple(samples)))
-            self._queue.decide()
-        self._fill_slots()
+            self.queue.add_finished(replace(self._groups.pop(request.uid), samples=tuple(samples)))
+            self.queue.decide()
 
     def _admit(self, is_asked: bool) -> None:
         """Draw allowed prompts: a wave if the trainer waits for a step, with K above 0 one after
         the other."""
         if self._recipe.max_staleness:
-            while self._has_free_slot() and self._queue.may_start(self._queue.num_open, self._confirmed):
+            while self.fleet.has_free_seat() and self.queue.may_start(self.queue.num_open, self._confirmed):
                 self._draw()
             return
-        for _ in range(self._queue.next_wave() if is_asked else 0):
+        for _ in range(self.queue.next_wave() if is_asked else 0):
             self._draw()
 
     def _draw(self) -> None:
@@ -289,22 +222,14 @@ class Simulation:
         draw = self._draws(number)
         self.drawn.append(draw)
         prompt = Prompt(number, str(number), (0,), "", "", "")
-        group = self._queue.draw(prompt, self._confirmed)
+        group = self.queue.draw(prompt, self._confirmed)
         self._groups[group.uid] = group
         self._samples[group.uid] = []
         for position, length in enumerate(draw.lengths):
             is_correct = position > 0 or not draw.has_signal
-            self._waiting.append(SimulatedRequest(next(self._numbers), group.uid, length, is_correct))
-        self._fill_slots()
-
-    def _has_free_slot(self) -> bool:
-        return self._num_in_flight + len(self._waiting) < self._machines.num_slots
-
-    def _fill_slots(self) -> None:
-        while self._waiting and self._num_in_flight < self._machines.num_slots:
-            server = min(self._servers, key=lambda server: server.num_in_flight)
-            server.add(self._waiting.popleft())
-            self._num_in_flight += 1
+            request = SimulatedRequest(next(self._numbers), group.uid, length, is_correct, number, position)
+            self.fleet.waiting.append(request)
+        self.fleet.fill_seats()
 
 
 def mean_length(lengths: Sequence[int]) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_rate, push_s, server_speed
-from megatron_dapo.commands.plan.simulation import Machines, Recipe, Simulation, Speed, random_draws
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Recipe, Simulation, Speed, random_draws
 from megatron_dapo.commands.plan.training_time import (
     Efficiency,
     TrainingTime,

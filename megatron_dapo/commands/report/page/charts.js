@@ -156,6 +156,24 @@ function addTime(grid, run, phases) {
   return addFigure(grid, run.name, `${shownSeconds(total)} in ${run.steps.step?.length ?? 0} steps`, { draw, describe, table });
 }
 
+/** How slow each server was in each step: the darker, the slower. */
+function addServers(grid, run) {
+  const of = (what, server) => run.steps[`rollout/${what}/${server}`] ?? [];
+  const servers = Object.keys(run.steps).filter((name) => name.startsWith("rollout/factor/")).map((name) => name.slice("rollout/factor/".length)).sort();
+  const largest = (server) => of("factor", server).reduce((most, value) => Math.max(most, value ?? 1), 1);
+  const fewest = (server) => of("seats", server).reduce((least, value) => Math.min(least, value ?? least), Infinity);
+  const describe = () => `Speed of the servers of ${run.name}. ` + servers.map((server) => `${server}: at most ${shownNumber(largest(server))} times as long for a token`).join("; ");
+  const table = () => ({ head: ["server", "largest factor", "fewest seats"], rows: servers.map((server) => [server, shownNumber(largest(server)), shownNumber(fewest(server))]) });
+  const draw = (figure) => {
+    const x = settings.axis === "step" ? run.steps.step : elapsed(run, run.steps.time);
+    const trace = { type: "heatmap", x, y: servers, z: servers.map((server) => of("factor", server)), customdata: servers.map((server) => of("seats", server)),
+      colorscale: [[0, cssValue("--line")], [1, colourOf(1)]], zmin: 1, zmax: Math.max(4, ...servers.map(largest)), colorbar: { thickness: 10, outlinewidth: 0 },
+      hovertemplate: "%{y}<br>%{z:.2f} times as long, %{customdata} seats<extra></extra>" };
+    plot(figure, [trace], { hovermode: "closest", xaxis: { title: axisTitle() }, yaxis: { type: "category" } });
+  };
+  if (servers.length) addFigure(grid, `Servers of ${run.name}`, "Seconds per token over the usual server's.", { draw, describe, table });
+}
+
 const EVENTS = { // title, symbol of the chart, the same as a letter, colour
   start: ["started", "triangle-right", "▶", 2], resume: ["resumed", "triangle-right-open", "▷", 0], servers: ["servers away", "x", "✖", 1],
   rejoin: ["servers joined", "circle", "●", 5], checkpoint: ["checkpoint", "diamond", "◆", 7], failure: ["failed", "cross", "✚", 6], end: ["ended", "square", "■", 3],

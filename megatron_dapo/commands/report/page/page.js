@@ -59,6 +59,7 @@ function showSummary(summary) {
 function showTimes() {
   clearFigures(byId("time-figures"));
   for (const run of shownRuns()) if (Object.keys(run.phases).length) addTime(byId("time-figures"), run, phaseTitles);
+  for (const run of shownRuns()) addServers(byId("time-figures"), run);
 }
 
 let phaseTitles = [];
