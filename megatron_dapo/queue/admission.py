@@ -15,13 +15,9 @@ _NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs an
 def batches_closed(may_carry_signal: Iterable[bool], *, num_kept: int, num_used: int, size: int, max_draws: int) -> int:
     """Return the most batches that these open draws can close.
 
-    Args:
-        may_carry_signal: of each open draw, in their order; False = it is finished and will be
-            dropped.
-        num_kept: groups in the batch being filled.
-        num_used: draws of that batch so far.
-        size: groups per step (`data.train_batch_size`).
-        max_draws: of a batch; after them it is handed out short.
+    may_carry_signal: of each, in their order; False = it is finished and will be dropped. The batch
+    being filled has num_kept groups of num_used draws. A batch is full at `size` groups
+    (`data.train_batch_size`), and handed out short after max_draws.
 
     No outcome of the draws closes more. A batch that begins at draw i ends at its size-th kept draw
     or at draw i + max_draws, whichever comes first. A later beginning never ends it earlier, and

@@ -77,10 +77,7 @@ class Move:
 
 
 def usual_factor(factors: Iterable[float | None]) -> float | None:
-    """Return the factor of the usual server, the lower median; None without a measured one.
-
-    The lower one, so that of two servers the faster counts.
-    """
+    """Return the lower median: of two the faster is usual. None if none is measured."""
     measured = [factor for factor in factors if factor is not None]
     return median_low(measured) if measured else None
 
@@ -117,10 +114,7 @@ def seats(factors: Mapping[str, float | None], most: int, time: TokenTime = TOKE
 
 
 def pick(
-    servers: Iterable[ServerLoad],
-    time: TokenTime = TOKEN_TIME,
-    avoid: Collection[str] = (),
-    prefer: str | None = None,
+    servers: Iterable[ServerLoad], time: TokenTime = TOKEN_TIME, avoid: Collection[str] = (), prefer: str | None = None
 ) -> str | None:
     """Return the server that writes one more request's tokens soonest; None without a free seat.
 
