@@ -95,6 +95,9 @@ class SleepingServer(FakeServer):
         work = {"decode_moments": self._work, "total_prefill_uncached_tokens": len(self.requests)}
         return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 1, **work}]})
 
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if math.isinf(self._slowness) else 200)
+
     async def _generate(self, request: web.Request) -> web.Response:
         fields = await request.json()
         self.requests.append(fields)

@@ -66,7 +66,7 @@ def slowed(slow: psutil.Process, usual: psutil.Process) -> Iterator[None]:
         while not is_over.wait(0.005):
             is_ahead = FACTOR * (cpu_s(slow) - before[0]) > cpu_s(usual) - before[1]
             # now and then it goes on: the other one may have nothing to do
-            if stopped_at is not None and (not is_ahead or time.monotonic() - stopped_at > 0.5):
+            if stopped_at is not None and (not is_ahead or time.monotonic() - stopped_at > 1.5):
                 slow.send_signal(signal.SIGCONT)
                 stopped_at = None
             elif stopped_at is None and is_ahead:
@@ -97,7 +97,7 @@ def test_a_slow_servers_answers_go_on_at_the_other_with_the_log_probs_of_the_mod
         groups, factor = asyncio.run(sampled(servers))
     finally:
         servers.stop()
-    assert factor == pytest.approx(FACTOR, rel=0.25)
+    assert factor == pytest.approx(FACTOR, rel=0.4)
     answers = [one for group in groups for one in group.samples]
     moved = [one for one in answers if len(one.servers) == 2]
     assert moved
