@@ -68,7 +68,8 @@ class Speedometer:
     def __init__(self) -> None:
         self.factor: float | None = None  # None: not measured yet
         self.work: WorkDone | None = None  # newest one
-        # looks in a row between which it did nothing for its requests, outside a pause
+        # looks in a row between which it did nothing for its requests, outside a pause; none before
+        # its first step, which may wait for compilations
         self.num_silent = 0
         self._is_new = False  # since the last look
         self._before: WorkDone | None = None  # at the last look
@@ -97,4 +98,4 @@ class Speedometer:
             self.num_silent = 0
             self.factor = next_factor(self.factor, done.factor, usual) if done.factor else self.factor
         elif before == self.work:
-            self.num_silent = self.num_silent + 1 if has_old_ones else 0
+            self.num_silent = self.num_silent + 1 if has_old_ones and self.work.num_steps > 0 else 0
