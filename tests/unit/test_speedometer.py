@@ -54,7 +54,7 @@ def test_a_factor_tells_the_pace_whatever_the_number_of_requests(slowness):
     counters.steps(100, 24, 0.030 * slowness)
     look(meter, counters)
     assert meter.factor == pytest.approx(slowness * 0.030 / (66 + 24))
-    counters.steps(50, 114, 0.060 * slowness)  # twice as many requests, counted by the same model
+    counters.steps(60, 114, 0.060 * slowness)  # twice as many requests, counted by the same model
     look(meter, counters, usual=meter.factor)
     assert meter.factor == pytest.approx(slowness * 0.030 / 90)
 
@@ -78,13 +78,17 @@ def test_a_server_that_began_anew_is_not_measured_across_its_start():
     look(meter, counters)
     factor = meter.factor
     again = Counters()
-    again.steps(3, 10, 0.02)
+    again.steps(70, 10, 0.08)
     look(meter, again)
     assert meter.factor == factor and meter.num_silent == 0
 
 
 def test_only_a_server_that_stands_still_under_old_requests_is_silent():
     counters, meter = Counters(), Speedometer()
+    for _ in range(5):
+        look(meter, counters)  # before its first step it may compile
+    assert meter.num_silent == 0
+    counters.steps(1, 10, 0.02)
     look(meter, counters)
     look(meter, counters, has_old_ones=False)
     assert meter.num_silent == 0
@@ -101,10 +105,30 @@ def test_only_a_server_that_stands_still_under_old_requests_is_silent():
     assert meter.num_silent == 0
 
 
+def test_a_factor_rests_on_many_steps_of_which_one_may_hold_a_prompt():
+    """Ten steps in a look; the first one of all reads a prompt for 1.5 s."""
+    counters, meter = Counters(), Speedometer()
+    look(meter, counters)
+    for number in range(5):
+        assert meter.factor is None
+        counters.steps(10, 24, 0.030)
+        counters.moments[2] += 1.5e6 * (number == 0)
+        look(meter, counters)
+        assert meter.num_silent == 0
+    before = meter.factor
+    assert before == pytest.approx((0.030 + 1.5 / 50) / 90)
+    counters.steps(49, 24, 0.300)
+    look(meter, counters)
+    assert meter.factor == before
+    counters.steps(1, 24, 0.300)
+    look(meter, counters)
+    assert meter.factor == pytest.approx((before + 0.300 / 90) / 2)
+
+
 def test_an_idle_server_is_taken_for_a_little_more_usual_at_each_look():
     counters, meter = Counters(), Speedometer()
     look(meter, counters)
-    counters.steps(10, 10, 0.2)
+    counters.steps(60, 10, 0.2)
     look(meter, counters)
     slow = meter.factor
     meter.look(slow / 10, has_requests=False, has_old_ones=False)
