@@ -74,9 +74,9 @@ class ServerPool(ServerSlots):
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
             lease: of shared GPUs. `start` and `expect` come while it is the servers'.
             look_s: between two looks at the servers' speeds.
-            may_move: requests may go on at other servers.
+            may_move: requests may go on at other servers; else all servers have all seats.
         """
-        super().__init__(max_concurrency, keeps_caches)
+        super().__init__(max_concurrency, keeps_caches, may_move)
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
@@ -85,7 +85,6 @@ class ServerPool(ServerSlots):
         self._push_s = push_s
         self._lease = lease
         self._look_s = look_s
-        self._may_move = may_move
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
         self._speed_watch: asyncio.Task | None = None

@@ -31,12 +31,13 @@ class ServerSlots:
     accept its version.
     """
 
-    def __init__(self, max_concurrency: int, keeps_caches: bool = False) -> None:
+    def __init__(self, max_concurrency: int, keeps_caches: bool = False, may_move: bool = True) -> None:
         """Begin without servers.
 
         Args:
             max_concurrency: requests in flight per server.
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
+            may_move: requests may go on at other servers; else all servers have all seats.
         """
         self.servers: list[Server] = []
         self.version: int | None = None
@@ -49,6 +50,7 @@ class ServerSlots:
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
+        self._may_move = may_move
         self._all_down_since: float | None = None
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
@@ -262,7 +264,8 @@ class ServerSlots:
     def _give_seats(self) -> None:
         """Give the current servers seats by their measured speeds."""
         current = self._current()
-        granted = seats({server.url: server.speedometer.factor for server in current}, self._max_concurrency)
+        factors = {server.url: server.speedometer.factor if self._may_move else None for server in current}
+        granted = seats(factors, self._max_concurrency)
         usual = usual_factor(server.speedometer.factor for server in current)
         for server in current:
             factor = server.speedometer.factor

@@ -11,6 +11,8 @@ from megatron_dapo.rollout.step_metrics import restart_metrics
 from megatron_dapo.servers.fleet import TOKEN_TIME
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerState
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_slots import ServerSlots
 from megatron_dapo.servers.speedometer import Load, Speedometer, WorkDone
 from megatron_dapo.telemetry.console import warnings_of
@@ -231,6 +233,23 @@ def test_a_moved_request_is_before_all_that_wait():
             await asyncio.sleep(0)
         await asyncio.gather(*waiting)
         assert order == ["moved", "new", "newer"]
+
+    asyncio.run(scenario())
+
+
+def test_speeds_choose_no_server_for_a_turn_where_responses_are_to_be_reproduced():
+    async def scenario():
+        urls = [f"http://s{number}:1" for number in range(3)]
+        pool = ServerPool(
+            ServerList(urls=urls), 128, 1.0, 1.0, connect=lambda url: SimpleNamespace(url=url), may_move=False
+        )
+        pool._take_list(urls)
+        for server, factor in zip(pool.servers, (0.01, 0.01, 0.1), strict=True):
+            server.state, server.speedometer.factor = ServerState.CURRENT, factor
+        pool._give_seats()
+        assert [server.num_seats for server in pool.servers] == [128] * 3
+        async with pool.slot(prefer=urls[2]) as server:
+            assert server.url == urls[2]
 
     asyncio.run(scenario())
 
