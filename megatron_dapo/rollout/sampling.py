@@ -266,10 +266,13 @@ class Sampler:
                     self.counts["restarts"] += len(part.tokens) < 2  # none is kept
                     continue
                 self.counts["restarts"] += 1
-                reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
-                if is_refused[: len(answer.tokens)].any():
+                earlier, own = np.split(is_refused, [len(answer.tokens)])
+                if earlier.any():
                     answer.parts = None
-                if is_refused[-1]:  # no failure of the request, which is not counted:
+                if not own.any():  # no failure: the weights changed after a move
+                    continue
+                reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
+                if own[-1]:  # no failure of the request, which is not counted:
                     # a server behind is not asked again, so this ends
                     self._servers.mark_behind(server, reason)
                     continue

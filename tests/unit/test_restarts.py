@@ -1,6 +1,7 @@
 """Requests that begin anew: each counts once, and only a server at fault is blamed."""
 
 import asyncio
+import math
 
 import pytest
 
@@ -11,6 +12,8 @@ from megatron_dapo.rollout.trajectory import Budget
 from megatron_dapo.servers.client import Generation, SamplingParams
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import ServerError
+from tests.fake_rollout import WritingServer
+from tests.unit.test_pushes_in_flight import draw, rollout, sample
 
 pytestmark = pytest.mark.unit
 
@@ -83,3 +86,29 @@ def test_a_request_that_loses_a_servers_tokens_counts_once_as_begun_anew(first, 
     whole, counts = generated(pool, monkeypatch)
     assert whole.finish_reason == "stop" and counts["restarts"] == num_restarts
     assert list(whole.tokens)[-3:] == [4, 5, 0]
+
+
+def test_a_server_that_wrote_nothing_is_not_blamed_for_another_servers_tokens(monkeypatch):
+    """An evaluation: its kept tokens are of version 1, and the trainer's is 2 since."""
+    pool = ScriptedPool((MOVED, part((7, 8, 9))), (MOVED, part(()), 2), part((4, 0), "stop", version=2))
+    whole, counts = generated(pool, monkeypatch, exact=True)
+    assert tuple(whole.tokens) == (4, 0) and not pool.behind and not counts["retries"] and counts["restarts"] == 1
+
+
+def test_a_request_rests_after_a_move_that_failed_too():
+    class Deaf(WritingServer):
+        async def _abort(self, request):
+            return await self._ready(request)
+
+    async def scenario():
+        server = Deaf(lambda: 60)
+        async with rollout(server, WritingServer(lambda: 5)) as (pool, sampler):
+            running = sample(sampler, draw(0, version=1), n=1)
+            await server.until_written(1)
+            ((_, before),) = pool.servers[0].requests_under_way()
+            await pool.servers[0].move_requests({before.name}, 5.0)
+            ((_, after),) = pool.servers[0].requests_under_way()
+            assert before.moved_s == math.inf and after.moved_s < 60
+            await running
+
+    asyncio.run(scenario())
