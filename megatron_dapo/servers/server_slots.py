@@ -1,10 +1,11 @@
 """The servers of a run with their slots; a request goes to the one that answers soonest."""
 
 import asyncio
+import heapq
+import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
@@ -57,7 +58,9 @@ class ServerSlots:
         # a server outlives a run: prefixes read by other runs at the same version, by other
         # weights, are not this run's
         self._salt = uuid.uuid4().hex if keeps_caches else None
-        self._waiters: deque[asyncio.Future] = deque()
+        # a heap: who comes first has the least place, which stays while it looks in vain
+        self._waiters: list[tuple[tuple[bool, int], asyncio.Future]] = []
+        self._places = itertools.count()
         self._num_waiting = 0  # requests waiting for a slot, also those just woken
         self._slots_changed = asyncio.Event()  # the next time
         self._capacity = MeanOverTime()
@@ -155,16 +158,17 @@ class ServerSlots:
         avoid: servers to take only if no other is free.
         prefer: the server with the text's prefix in its cache, unless it is slow; else the one that
             writes soonest.
-        is_first: before all waiting requests.
+        is_first: before all waiting requests but such ones.
 
         Raises NeedsSync if all answering servers are behind, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
         """
         self._num_waiting += 1
+        place = (not is_first, next(self._places))
         try:
             while (server := self._pick(avoid, prefer)) is None:
                 waiter = asyncio.get_running_loop().create_future()
-                (self._waiters.appendleft if is_first else self._waiters.append)(waiter)
+                heapq.heappush(self._waiters, (place, waiter))
                 await waiter
         except BaseException:  # it may have been woken for a slot, taken then by another request
             self._wake(1)
@@ -178,7 +182,7 @@ class ServerSlots:
         finally:
             server.num_in_flight -= 1
             self._account()
-            self._wake(1)
+            self._wake(int(server.num_in_flight < server.num_seats))
 
     def mark_down(self, server: Server, reason: str) -> None:
         """Send it no requests until a health check passes."""
@@ -229,7 +233,7 @@ class ServerSlots:
         self._slots_changed.set()
         self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:
-            waiter = self._waiters.popleft()
+            _, waiter = heapq.heappop(self._waiters)
             if not waiter.done():  # a cancelled request leaves its waiter behind
                 waiter.set_result(None)
                 num_waiters = None if num_waiters is None else num_waiters - 1
@@ -267,14 +271,17 @@ class ServerSlots:
         factors = {server.url: server.speedometer.factor if self._may_move else None for server in current}
         granted = seats(factors, self._max_concurrency)
         usual = usual_factor(server.speedometer.factor for server in current)
+        grew = False
         for server in current:
             factor = server.speedometer.factor
             ratio = factor / usual if factor and usual else 1.0
             server.factor = 1.0 if abs(ratio - 1.0) <= _NOISE else ratio
             if server.num_seats > granted[server.url] == 0:
                 log.warning("server %s takes %.1f times as long for a token: it gets no requests", server.url, ratio)
+            grew |= server.num_seats < granted[server.url]
             server.num_seats = granted[server.url]
             self._factor_max = max(self._factor_max, server.factor)
         self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))
         self._account()
-        self._wake()
+        if grew:
+            self._wake()

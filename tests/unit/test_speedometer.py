@@ -254,6 +254,62 @@ def test_speeds_choose_no_server_for_a_turn_where_responses_are_to_be_reproduced
     asyncio.run(scenario())
 
 
+def test_a_request_that_woke_in_vain_keeps_its_place_and_moved_ones_theirs():
+    slots = slots_of(1, 1)
+    order = []
+
+    async def take(name, is_first=False):
+        async with slots.slot(is_first=is_first):
+            order.append(name)
+
+    async def wait(name, is_first=False):
+        task = asyncio.create_task(take(name, is_first))
+        await asyncio.sleep(0)
+        return task
+
+    async def scenario():
+        async with slots.slot():
+            waiting = [await wait("first"), await wait("second")]
+        async with slots.slot():  # taken before the woken request looks
+            waiting += [await wait("third"), await wait("moved", True), await wait("moved later", True)]
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+        assert order == ["moved", "moved later", "first", "second", "third"]
+
+    asyncio.run(scenario())
+
+
+def test_nobody_looks_for_a_slot_in_vain_while_no_seat_is_added(monkeypatch):
+    slots = slots_of(2, 2)
+    num_looks = 0
+
+    def counted(self, *arguments, pick=ServerSlots._pick):
+        nonlocal num_looks
+        num_looks += 1
+        return pick(self, *arguments)
+
+    monkeypatch.setattr(ServerSlots, "_pick", counted)
+
+    async def scenario():
+        held = [slots.slot() for _ in range(4)]
+        at = [await slot.__aenter__() for slot in held]
+        waiting = [asyncio.create_task(slots.slot().__aenter__()) for _ in range(3)]
+        await asyncio.sleep(0)
+        before = num_looks
+        slots._give_seats()
+        at[0].num_seats = 1  # a slow server with more requests than seats
+        await held[0].__aexit__(None, None, None)
+        await asyncio.sleep(0)
+        assert num_looks == before and not any(task.done() for task in waiting)
+        slots._give_seats()  # it has two seats again, and one of them is free
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1 and done.pop().result() is at[0]
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_a_restart_costs_length_by_the_variance_over_the_mean():
     """Ten restarts in a million tokens; lengths of 1000 and 3000, alike often."""
     metrics = {"rollout/num_tokens": 1_000_000, "response_length/mean": 2000, "response_length/mean_square": 5_000_000}
