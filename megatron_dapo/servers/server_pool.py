@@ -146,13 +146,13 @@ class ServerPool(ServerSlots):
             if url not in self._known:
                 self._known[url] = Server(self._connect(url), num_seats=self._max_concurrency)
             if url not in before:
-                self._known[url].state = self._known[url].state.after(ServerEvent.LOST)
+                self._note(self._known[url], ServerEvent.LOST)
         self.servers = [self._known[url] for url in urls]
         if before:
             for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
                 if some:
                     log.warning("servers %s: %s", words, ", ".join(sorted(some)))
-        self._account()
+        self._give_seats()
         self._wake()
 
     def _follow(self) -> None:

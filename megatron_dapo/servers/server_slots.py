@@ -14,6 +14,7 @@ from megatron_dapo.servers.fleet import pick, seats, usual_factor
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
+from megatron_dapo.servers.speedometer import Speedometer
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,9 @@ class ServerSlots:
             log.warning("server %s %s", server.url, news)
         self._account()
         server.state = state
-        self._account()
+        if state is ServerState.DOWN:  # it may come back as another process, or on another machine
+            server.speedometer = Speedometer()
+        self._give_seats()
         self._wake()
 
     def _account(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron_dapo.rollout.step_metrics import restart_metrics
 from megatron_dapo.servers.fleet import TOKEN_TIME
 from megatron_dapo.servers.server import Server
-from megatron_dapo.servers.server_health import ServerState
+from megatron_dapo.servers.server_health import ServerEvent, ServerState
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_slots import ServerSlots
@@ -237,12 +237,64 @@ def test_a_moved_request_is_before_all_that_wait():
     asyncio.run(scenario())
 
 
+def drained(slots):
+    """Seats for three servers, the last one ten times as slow."""
+    for server, factor in zip(slots.servers, (0.01, 0.01, 0.1), strict=True):
+        server.speedometer.factor = factor
+    slots._give_seats()
+    assert [server.num_seats for server in slots.servers] == [128, 128, 0]
+
+
+def test_the_last_servers_have_seats_at_once_however_slow_they_are():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        first, second, slow = slots.servers
+        slots.mark_behind(first, "scripted")
+        slots.mark_down(second, "scripted")
+        assert slots.num_free_slots == slow.num_seats == 128
+        slots._note(first, ServerEvent.READY)
+        assert slots.num_free_slots == 128 and not slow.num_seats, "its measured speed is known"
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_server_comes_back_as_one_that_was_never_measured():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        slow = slots.servers[2]
+        slots.mark_down(slow, "scripted")
+        slots._note(slow, ServerEvent.READY)
+        assert slow.speedometer.factor is None and slow.factor == 1.0 and slow.num_seats == 128
+
+    asyncio.run(scenario())
+
+
+def pool_of(urls, **options):
+    """A pool of these servers without a network."""
+    return ServerPool(ServerList(urls=urls), 128, 1.0, 1.0, connect=lambda url: SimpleNamespace(url=url), **options)
+
+
+def test_a_server_that_is_listed_again_was_never_measured():
+    async def scenario():
+        urls = ["http://s0:1", "http://s1:1"]
+        pool = pool_of(urls)
+        pool._take_list(urls)
+        for server in pool.servers:
+            server.state, server.speedometer.factor = ServerState.CURRENT, 0.01
+        pool._take_list(urls[:1])
+        pool._take_list(urls)
+        assert [server.speedometer.factor for server in pool.servers] == [0.01, None]
+        assert pool.urls(ServerState.DOWN) == urls[1:]
+
+    asyncio.run(scenario())
+
+
 def test_speeds_choose_no_server_for_a_turn_where_responses_are_to_be_reproduced():
     async def scenario():
         urls = [f"http://s{number}:1" for number in range(3)]
-        pool = ServerPool(
-            ServerList(urls=urls), 128, 1.0, 1.0, connect=lambda url: SimpleNamespace(url=url), may_move=False
-        )
+        pool = pool_of(urls, may_move=False)
         pool._take_list(urls)
         for server, factor in zip(pool.servers, (0.01, 0.01, 0.1), strict=True):
             server.state, server.speedometer.factor = ServerState.CURRENT, factor
