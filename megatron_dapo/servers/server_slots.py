@@ -99,6 +99,7 @@ class ServerSlots:
             "rollout/blocked_s": self._blocked_s,
         }
         self._factor_max, self._num_slow, self._blocked_s = 1.0, 0, 0.0
+        self._note_speeds()
         for server in self.servers if len(self.servers) > 1 else ():
             name = server.url.partition("://")[2]
             metrics |= {f"rollout/factor/{name}": server.factor, f"rollout/seats/{name}": server.num_seats}
@@ -283,8 +284,13 @@ class ServerSlots:
                 log.warning("server %s takes %.1f times as long for a token: it gets no requests", server.url, ratio)
             grew |= server.num_seats < granted[server.url]
             server.num_seats = granted[server.url]
-            self._factor_max = max(self._factor_max, server.factor)
-        self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))
+        self._note_speeds()
         self._account()
         if grew:
             self._wake()
+
+    def _note_speeds(self) -> None:
+        """Take the present into the maxima."""
+        current = self._current()
+        self._factor_max = max([self._factor_max, *(server.factor for server in current)])
+        self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))

@@ -245,6 +245,18 @@ def drained(slots):
     assert [server.num_seats for server in slots.servers] == [128, 128, 0]
 
 
+def test_the_maxima_of_a_step_begin_with_what_the_step_before_left():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        for _ in range(2):
+            metrics = slots.take_speeds()
+            assert metrics["rollout/servers_slow"] == 1
+            assert metrics["rollout/server_factor_max"] == pytest.approx(10.0)
+
+    asyncio.run(scenario())
+
+
 def test_the_last_servers_have_seats_at_once_however_slow_they_are():
     async def scenario():
         slots = slots_of(3, 128)
