@@ -279,7 +279,11 @@ class WritingServer(FakeServer):
         await super().start()
         return self
 
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=503 if self.is_ill or math.isinf(self.slowness) else 200)
+
     async def _loads(self, request: web.Request) -> web.Response:
+        self.num_looks += 1
         work = {"decode_moments": self.moments, "total_prefill_uncached_tokens": len(self.requests)}
         return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 100, **work}]})
 

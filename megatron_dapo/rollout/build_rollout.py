@@ -100,7 +100,8 @@ def make_server_pool(config: Config) -> ServerPool:
         lease=lease_of(config),
         push_s=config.weight_sync.timeout_s if is_pushed_to_at_work else 0.0,
         look_s=LOOK_S,
-        # a server that reads tokens instead of writing them adds up in another order
+        # a server that reads tokens instead of writing them adds up in another order: answers stay
+        # where they began, and turns where their prefix is
         may_move=not rollout.deterministic,
     )
 

@@ -102,8 +102,8 @@ class Sampler:
         self._seed = seed
         # "retries": failed requests that were sent again; by the servers' answers, "retractions":
         # requests put back by a full cache, "cached_tokens": of prompts still in the cache,
-        # "moves": requests that went on at another server, "restarts": those that began anew,
-        # without tokens of theirs
+        # "moves": requests that went on at another server, "restarts": those whose
+        # last server's tokens are lost
         self.counts: Counter[str] = Counter()
         self.reward_wait = RewardWait()
 
@@ -252,7 +252,6 @@ class Sampler:
                     # no answer: down, or hanging; its next health check tells
                     if error.status is None:
                         self._servers.mark_down(server, reason)
-                    self.counts["restarts"] += 1
             if reason is None:
                 whole = answer.whole(part)
                 is_refused = ~self._accepts(group, whole.weight_versions)
@@ -264,15 +263,21 @@ class Sampler:
                     answer.move(part, server.url)
                     budget.server_url = None
                     self.counts["moves"] += 1
+                    self.counts["restarts"] += len(part.tokens) < 2  # none is kept
                     continue
                 self.counts["restarts"] += 1
-                reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
-                if is_refused[: len(answer.tokens)].any():
+                earlier, own = np.split(is_refused, [len(answer.tokens)])
+                if earlier.any():
                     answer.parts = None
-                if is_refused[-1]:  # no failure of the request, which is not counted:
+                if not own.any():  # no failure: the weights changed after a move
+                    continue
+                reason = f"it answered with version {whole.weight_versions[is_refused][-1]}"
+                if own[-1]:  # no failure of the request, which is not counted:
                     # a server behind is not asked again, so this ends
                     self._servers.mark_behind(server, reason)
                     continue
+            else:
+                self.counts["restarts"] += 1
             failures[server.url] = reason
             answer.moved_from = ""
             budget.seconds_left = seconds_left  # the failed server costs nothing

@@ -125,7 +125,8 @@ class Server:
             return
         moving = [name for name in self._requests if names is None or name in names]
         for name in moving:
-            self._requests[name].answer.is_moving = True
+            answer = self._requests[name].answer
+            answer.is_moving, answer.moved_at = True, time.monotonic()  # it rests even if it stays
         await self._abort(moving, timeout_s)
 
     async def abort_requests(self, timeout_s: float) -> None:

@@ -74,9 +74,9 @@ class ServerPool(ServerSlots):
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
             lease: of shared GPUs. `start` and `expect` come while it is the servers'.
             look_s: between two looks at the servers' speeds.
-            may_move: requests may go on at other servers.
+            may_move: requests may go on at other servers; else all servers have all seats.
         """
-        super().__init__(max_concurrency, keeps_caches)
+        super().__init__(max_concurrency, keeps_caches, may_move)
         self._listed = listed
         self._connect = connect
         self._report_unresponsive = report_unresponsive
@@ -85,7 +85,6 @@ class ServerPool(ServerSlots):
         self._push_s = push_s
         self._lease = lease
         self._look_s = look_s
-        self._may_move = may_move
         self._watches: dict[str, asyncio.Task] = {}
         self._watch: asyncio.Task | None = None
         self._speed_watch: asyncio.Task | None = None
@@ -147,13 +146,13 @@ class ServerPool(ServerSlots):
             if url not in self._known:
                 self._known[url] = Server(self._connect(url), num_seats=self._max_concurrency)
             if url not in before:
-                self._known[url].state = self._known[url].state.after(ServerEvent.LOST)
+                self._note(self._known[url], ServerEvent.LOST)
         self.servers = [self._known[url] for url in urls]
         if before:
             for words, some in (("new", set(urls) - before), ("no longer listed", before - set(urls))):
                 if some:
                     log.warning("servers %s: %s", words, ", ".join(sorted(some)))
-        self._account()
+        self._give_seats()
         self._wake()
 
     def _follow(self) -> None:
@@ -323,7 +322,7 @@ class ServerPool(ServerSlots):
     async def _look_at_speeds(self, last_look: float) -> None:
         """Measure the current servers, give them seats by their speed, and move requests.
 
-        Requests of a silent server are moved too, and dropped one look later: only those that it
+        Requests of a server given up are moved too, and dropped one look later: only those that it
         does not hand back begin anew.
         """
         for server in self._known.values():
@@ -337,14 +336,28 @@ class ServerPool(ServerSlots):
             has_old_ones = server.has_requests_before(last_look) and not is_push
             server.speedometer.look(usual, has_requests=server.num_in_flight > 0, has_old_ones=has_old_ones)
         self._give_seats()
-        for server in current:
-            if server.speedometer.num_silent >= _SILENT_LOOKS:
-                await self._give_up(server)
+        silent = [server for server in current if server.speedometer.num_silent >= _SILENT_LOOKS]
+        await asyncio.gather(*map(self._give_up, silent))
         await self._move_requests()
 
     async def _give_up(self, server: Server) -> None:
+        """Give up a silent server that generates nothing when asked, if it is in no push.
+
+        Silence also comes from a long prompt, a compilation or a pause.
+        """
         server.speedometer.num_silent = 0
-        why = f"it answers, and has written nothing for {_SILENT_LOOKS * self._look_s:g} s"
+        turn = turn_awake(self._lease)
+        try:
+            if not await server.client.is_paused(_PROBE_TIMEOUT_S):
+                await server.client.check_generation(_PROBE_TIMEOUT_S)
+            elif self._lease is None and server.paused_s(is_paused=True) >= self._push_s:
+                if await server.client.weight_version(_PROBE_TIMEOUT_S) == self.version:
+                    await self._resume(server)
+            return
+        except ServerError as error:
+            if turn_awake(self._lease) != turn:
+                return
+            why = f"it has written nothing for {_SILENT_LOOKS * self._look_s:g} s: {error}"
         self._report_unresponsive({server.url: why})
         self._note(server, ServerEvent.STUCK, f"is ill: {why}")
         if self._may_move:

@@ -1,10 +1,11 @@
 """The servers of a run with their slots; a request goes to the one that answers soonest."""
 
 import asyncio
+import heapq
+import itertools
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
@@ -13,6 +14,7 @@ from megatron_dapo.servers.fleet import pick, seats, usual_factor
 from megatron_dapo.servers.running_means import MeanAndMax, MeanOverTime
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_health import ServerEvent, ServerState
+from megatron_dapo.servers.speedometer import Speedometer
 
 log = logging.getLogger(__name__)
 
@@ -31,12 +33,13 @@ class ServerSlots:
     accept its version.
     """
 
-    def __init__(self, max_concurrency: int, keeps_caches: bool = False) -> None:
+    def __init__(self, max_concurrency: int, keeps_caches: bool = False, may_move: bool = True) -> None:
         """Begin without servers.
 
         Args:
             max_concurrency: requests in flight per server.
             keeps_caches: a push leaves the prefixes read by older weights in the servers' caches.
+            may_move: requests may go on at other servers; else all servers have all seats.
         """
         self.servers: list[Server] = []
         self.version: int | None = None
@@ -49,13 +52,16 @@ class ServerSlots:
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
+        self._may_move = may_move
         self._all_down_since: float | None = None
         self._failure: RolloutError | None = None
         self._watch_failure: RolloutError | None = None
         # a server outlives a run: prefixes read by other runs at the same version, by other
         # weights, are not this run's
         self._salt = uuid.uuid4().hex if keeps_caches else None
-        self._waiters: deque[asyncio.Future] = deque()
+        # a heap: who comes first has the least place, which stays while it looks in vain
+        self._waiters: list[tuple[tuple[bool, int], asyncio.Future]] = []
+        self._places = itertools.count()
         self._num_waiting = 0  # requests waiting for a slot, also those just woken
         self._slots_changed = asyncio.Event()  # the next time
         self._capacity = MeanOverTime()
@@ -93,6 +99,7 @@ class ServerSlots:
             "rollout/blocked_s": self._blocked_s,
         }
         self._factor_max, self._num_slow, self._blocked_s = 1.0, 0, 0.0
+        self._note_speeds()
         for server in self.servers if len(self.servers) > 1 else ():
             name = server.url.partition("://")[2]
             metrics |= {f"rollout/factor/{name}": server.factor, f"rollout/seats/{name}": server.num_seats}
@@ -153,16 +160,17 @@ class ServerSlots:
         avoid: servers to take only if no other is free.
         prefer: the server with the text's prefix in its cache, unless it is slow; else the one that
             writes soonest.
-        is_first: before all waiting requests.
+        is_first: before all waiting requests but such ones.
 
         Raises NeedsSync if all answering servers are behind, RolloutError if all have been down for
         down_timeout_s, Aborted while requests are aborted.
         """
         self._num_waiting += 1
+        place = (not is_first, next(self._places))
         try:
             while (server := self._pick(avoid, prefer)) is None:
                 waiter = asyncio.get_running_loop().create_future()
-                (self._waiters.appendleft if is_first else self._waiters.append)(waiter)
+                heapq.heappush(self._waiters, (place, waiter))
                 await waiter
         except BaseException:  # it may have been woken for a slot, taken then by another request
             self._wake(1)
@@ -176,7 +184,7 @@ class ServerSlots:
         finally:
             server.num_in_flight -= 1
             self._account()
-            self._wake(1)
+            self._wake(int(server.num_in_flight < server.num_seats))
 
     def mark_down(self, server: Server, reason: str) -> None:
         """Send it no requests until a health check passes."""
@@ -227,7 +235,7 @@ class ServerSlots:
         self._slots_changed.set()
         self._slots_changed = asyncio.Event()
         while self._waiters and num_waiters != 0:
-            waiter = self._waiters.popleft()
+            _, waiter = heapq.heappop(self._waiters)
             if not waiter.done():  # a cancelled request leaves its waiter behind
                 waiter.set_result(None)
                 num_waiters = None if num_waiters is None else num_waiters - 1
@@ -242,7 +250,9 @@ class ServerSlots:
             log.warning("server %s %s", server.url, news)
         self._account()
         server.state = state
-        self._account()
+        if state is ServerState.DOWN:  # it may come back as another process, or on another machine
+            server.speedometer = Speedometer()
+        self._give_seats()
         self._wake()
 
     def _account(self) -> None:
@@ -262,16 +272,25 @@ class ServerSlots:
     def _give_seats(self) -> None:
         """Give the current servers seats by their measured speeds."""
         current = self._current()
-        granted = seats({server.url: server.speedometer.factor for server in current}, self._max_concurrency)
+        factors = {server.url: server.speedometer.factor if self._may_move else None for server in current}
+        granted = seats(factors, self._max_concurrency)
         usual = usual_factor(server.speedometer.factor for server in current)
+        grew = False
         for server in current:
             factor = server.speedometer.factor
             ratio = factor / usual if factor and usual else 1.0
             server.factor = 1.0 if abs(ratio - 1.0) <= _NOISE else ratio
             if server.num_seats > granted[server.url] == 0:
                 log.warning("server %s takes %.1f times as long for a token: it gets no requests", server.url, ratio)
+            grew |= server.num_seats < granted[server.url]
             server.num_seats = granted[server.url]
-            self._factor_max = max(self._factor_max, server.factor)
-        self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))
+        self._note_speeds()
         self._account()
-        self._wake()
+        if grew:
+            self._wake()
+
+    def _note_speeds(self) -> None:
+        """Take the present into the maxima."""
+        current = self._current()
+        self._factor_max = max([self._factor_max, *(server.factor for server in current)])
+        self._num_slow = max(self._num_slow, sum(not server.num_seats for server in current))

@@ -5,6 +5,9 @@ from typing import Any
 
 from megatron_dapo.servers.fleet import TOKEN_TIME, next_factor
 
+_MIN_STEPS = 50
+"""Steps of a measurement: one of them may hold the time of a prompt."""
+
 
 @dataclass(frozen=True)
 class WorkDone:
@@ -20,8 +23,8 @@ class WorkDone:
     def of(cls, loads: list[dict[str, Any]]) -> "WorkDone | None":
         """Return the work of all replicas of SGLang's `/v1/loads`; None if it is not counted there.
 
-        SGLang counts steps that follow another such step within 2 s: neither a pause nor a prompt
-        lies between.
+        SGLang counts steps that follow another such step within 2 s: no pause lies between. The
+        first step after a prompt counts with the prompt's time if it was scheduled before its end.
         """
         if not loads or any("decode_moments" not in load for load in loads):
             return None
@@ -68,10 +71,12 @@ class Speedometer:
     def __init__(self) -> None:
         self.factor: float | None = None  # None: not measured yet
         self.work: WorkDone | None = None  # newest one
-        # looks in a row between which it did nothing for its requests, outside a pause
+        # looks in a row between which it did nothing for its requests, outside a pause; none before
+        # its first step, which may wait for compilations
         self.num_silent = 0
         self._is_new = False  # since the last look
         self._before: WorkDone | None = None  # at the last look
+        self._measured: WorkDone | None = None  # at the newest measurement
 
     def note(self, work: WorkDone | None) -> None:
         """Note its counters."""
@@ -79,7 +84,7 @@ class Speedometer:
         self._is_new = work is not None
 
     def look(self, usual: float | None, *, has_requests: bool, has_old_ones: bool) -> None:
-        """Measure the work since the last look.
+        """Look at the work since the last look, and measure the speed once it is enough.
 
         Args:
             usual: the usual server's factor.
@@ -95,6 +100,11 @@ class Speedometer:
         done = self.work.since(before or self.work)
         if done.num_steps > 0 or done.num_read > 0:
             self.num_silent = 0
-            self.factor = next_factor(self.factor, done.factor, usual) if done.factor else self.factor
         elif before == self.work:
-            self.num_silent = self.num_silent + 1 if has_old_ones else 0
+            self.num_silent = self.num_silent + 1 if has_old_ones and self.work.num_steps > 0 else 0
+        if self._measured is None or done.num_steps < 0:  # it began anew
+            self._measured = self.work
+        done = self.work.since(self._measured)
+        if done.num_steps >= _MIN_STEPS and done.factor:
+            self._measured = self.work
+            self.factor = next_factor(self.factor, done.factor, usual)

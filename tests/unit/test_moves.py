@@ -24,6 +24,12 @@ pytestmark = pytest.mark.unit
 LOOK_S = 0.15
 
 
+@pytest.fixture
+def short_looks(monkeypatch):
+    """A look of so few steps measures."""
+    monkeypatch.setattr("megatron_dapo.servers.speedometer._MIN_STEPS", 1)
+
+
 def names(server):
     """The ids of a pool's server's requests."""
     return {request.name for _, request in server.requests_under_way()}
@@ -252,7 +258,7 @@ def test_moved_answers_are_as_long_as_others():
 
 
 @pytest.mark.parametrize("slowness", [4.0, 10.0])
-def test_a_slow_server_loses_requests_to_the_others_and_no_token_is_lost(slowness):
+def test_a_slow_server_loses_requests_to_the_others_and_no_token_is_lost(slowness, short_looks):
     """Eight servers, one slow. While the run is blocked its requests go on elsewhere; then it is
     well again, and gets requests again."""
     chance = random.Random(3)
@@ -334,7 +340,7 @@ def test_a_silent_server_that_hands_its_requests_back_costs_no_token():
     asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
-def test_equal_servers_move_nothing():
+def test_equal_servers_move_nothing(short_looks):
     chance = random.Random(2)
 
     async def scenario():

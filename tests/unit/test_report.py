@@ -57,6 +57,16 @@ def test_metrics_come_as_columns_with_gaps_and_evaluations_apart(tmp_path):
     assert data.phases["rollout"] == [4.0] * 3 and data.phases["other"] == [0.5, 1.0, 1.0]
 
 
+def test_servers_of_many_machines_crowd_out_no_other_metric(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=3)
+    lines = records(run)
+    lines[1] |= {f"rollout/{kind}/node{number}:1": 1.0 for number in range(1500) for kind in ("factor", "seats")}
+    lines[3]["actor/late"] = 0.25
+    rewrite(run, lines)
+    steps = read_run(run.path).steps
+    assert steps["actor/late"] == [None, None, 0.25] and "rollout/factor/node1:1" in steps
+
+
 @pytest.mark.parametrize(("shares", "said"), [((0.5, 0.1, None), "34%"), ((0.2, 0.2, None), None)])
 def test_the_summary_warns_of_rewarded_cut_responses(tmp_path, shares, said):
     """Of all truncated responses of the run: 6 and 4, and none in the third step."""

@@ -10,7 +10,9 @@ import pytest
 from megatron_dapo.rollout.step_metrics import restart_metrics
 from megatron_dapo.servers.fleet import TOKEN_TIME
 from megatron_dapo.servers.server import Server
-from megatron_dapo.servers.server_health import ServerState
+from megatron_dapo.servers.server_health import ServerEvent, ServerState
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_slots import ServerSlots
 from megatron_dapo.servers.speedometer import Load, Speedometer, WorkDone
 from megatron_dapo.telemetry.console import warnings_of
@@ -54,7 +56,7 @@ def test_a_factor_tells_the_pace_whatever_the_number_of_requests(slowness):
     counters.steps(100, 24, 0.030 * slowness)
     look(meter, counters)
     assert meter.factor == pytest.approx(slowness * 0.030 / (66 + 24))
-    counters.steps(50, 114, 0.060 * slowness)  # twice as many requests, counted by the same model
+    counters.steps(60, 114, 0.060 * slowness)  # twice as many requests, counted by the same model
     look(meter, counters, usual=meter.factor)
     assert meter.factor == pytest.approx(slowness * 0.030 / 90)
 
@@ -78,13 +80,17 @@ def test_a_server_that_began_anew_is_not_measured_across_its_start():
     look(meter, counters)
     factor = meter.factor
     again = Counters()
-    again.steps(3, 10, 0.02)
+    again.steps(70, 10, 0.08)
     look(meter, again)
     assert meter.factor == factor and meter.num_silent == 0
 
 
 def test_only_a_server_that_stands_still_under_old_requests_is_silent():
     counters, meter = Counters(), Speedometer()
+    for _ in range(5):
+        look(meter, counters)  # before its first step it may compile
+    assert meter.num_silent == 0
+    counters.steps(1, 10, 0.02)
     look(meter, counters)
     look(meter, counters, has_old_ones=False)
     assert meter.num_silent == 0
@@ -101,10 +107,30 @@ def test_only_a_server_that_stands_still_under_old_requests_is_silent():
     assert meter.num_silent == 0
 
 
+def test_a_factor_rests_on_many_steps_of_which_one_may_hold_a_prompt():
+    """Ten steps in a look; the first one of all reads a prompt for 1.5 s."""
+    counters, meter = Counters(), Speedometer()
+    look(meter, counters)
+    for number in range(5):
+        assert meter.factor is None
+        counters.steps(10, 24, 0.030)
+        counters.moments[2] += 1.5e6 * (number == 0)
+        look(meter, counters)
+        assert meter.num_silent == 0
+    before = meter.factor
+    assert before == pytest.approx((0.030 + 1.5 / 50) / 90)
+    counters.steps(49, 24, 0.300)
+    look(meter, counters)
+    assert meter.factor == before
+    counters.steps(1, 24, 0.300)
+    look(meter, counters)
+    assert meter.factor == pytest.approx((before + 0.300 / 90) / 2)
+
+
 def test_an_idle_server_is_taken_for_a_little_more_usual_at_each_look():
     counters, meter = Counters(), Speedometer()
     look(meter, counters)
-    counters.steps(10, 10, 0.2)
+    counters.steps(60, 10, 0.2)
     look(meter, counters)
     slow = meter.factor
     meter.look(slow / 10, has_requests=False, has_old_ones=False)
@@ -207,6 +233,143 @@ def test_a_moved_request_is_before_all_that_wait():
             await asyncio.sleep(0)
         await asyncio.gather(*waiting)
         assert order == ["moved", "new", "newer"]
+
+    asyncio.run(scenario())
+
+
+def drained(slots):
+    """Seats for three servers, the last one ten times as slow."""
+    for server, factor in zip(slots.servers, (0.01, 0.01, 0.1), strict=True):
+        server.speedometer.factor = factor
+    slots._give_seats()
+    assert [server.num_seats for server in slots.servers] == [128, 128, 0]
+
+
+def test_the_maxima_of_a_step_begin_with_what_the_step_before_left():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        for _ in range(2):
+            metrics = slots.take_speeds()
+            assert metrics["rollout/servers_slow"] == 1
+            assert metrics["rollout/server_factor_max"] == pytest.approx(10.0)
+
+    asyncio.run(scenario())
+
+
+def test_the_last_servers_have_seats_at_once_however_slow_they_are():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        first, second, slow = slots.servers
+        slots.mark_behind(first, "scripted")
+        slots.mark_down(second, "scripted")
+        assert slots.num_free_slots == slow.num_seats == 128
+        slots._note(first, ServerEvent.READY)
+        assert slots.num_free_slots == 128 and not slow.num_seats, "its measured speed is known"
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_server_comes_back_as_one_that_was_never_measured():
+    async def scenario():
+        slots = slots_of(3, 128)
+        drained(slots)
+        slow = slots.servers[2]
+        slots.mark_down(slow, "scripted")
+        slots._note(slow, ServerEvent.READY)
+        assert slow.speedometer.factor is None and slow.factor == 1.0 and slow.num_seats == 128
+
+    asyncio.run(scenario())
+
+
+def pool_of(urls, **options):
+    """A pool of these servers without a network."""
+    return ServerPool(ServerList(urls=urls), 128, 1.0, 1.0, connect=lambda url: SimpleNamespace(url=url), **options)
+
+
+def test_a_server_that_is_listed_again_was_never_measured():
+    async def scenario():
+        urls = ["http://s0:1", "http://s1:1"]
+        pool = pool_of(urls)
+        pool._take_list(urls)
+        for server in pool.servers:
+            server.state, server.speedometer.factor = ServerState.CURRENT, 0.01
+        pool._take_list(urls[:1])
+        pool._take_list(urls)
+        assert [server.speedometer.factor for server in pool.servers] == [0.01, None]
+        assert pool.urls(ServerState.DOWN) == urls[1:]
+
+    asyncio.run(scenario())
+
+
+def test_speeds_choose_no_server_for_a_turn_where_responses_are_to_be_reproduced():
+    async def scenario():
+        urls = [f"http://s{number}:1" for number in range(3)]
+        pool = pool_of(urls, may_move=False)
+        pool._take_list(urls)
+        for server, factor in zip(pool.servers, (0.01, 0.01, 0.1), strict=True):
+            server.state, server.speedometer.factor = ServerState.CURRENT, factor
+        pool._give_seats()
+        assert [server.num_seats for server in pool.servers] == [128] * 3
+        async with pool.slot(prefer=urls[2]) as server:
+            assert server.url == urls[2]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_woke_in_vain_keeps_its_place_and_moved_ones_theirs():
+    slots = slots_of(1, 1)
+    order = []
+
+    async def take(name, is_first=False):
+        async with slots.slot(is_first=is_first):
+            order.append(name)
+
+    async def wait(name, is_first=False):
+        task = asyncio.create_task(take(name, is_first))
+        await asyncio.sleep(0)
+        return task
+
+    async def scenario():
+        async with slots.slot():
+            waiting = [await wait("first"), await wait("second")]
+        async with slots.slot():  # taken before the woken request looks
+            waiting += [await wait("third"), await wait("moved", True), await wait("moved later", True)]
+            await asyncio.sleep(0)
+        await asyncio.gather(*waiting)
+        assert order == ["moved", "moved later", "first", "second", "third"]
+
+    asyncio.run(scenario())
+
+
+def test_nobody_looks_for_a_slot_in_vain_while_no_seat_is_added(monkeypatch):
+    slots = slots_of(2, 2)
+    num_looks = 0
+
+    def counted(self, *arguments, pick=ServerSlots._pick):
+        nonlocal num_looks
+        num_looks += 1
+        return pick(self, *arguments)
+
+    monkeypatch.setattr(ServerSlots, "_pick", counted)
+
+    async def scenario():
+        held = [slots.slot() for _ in range(4)]
+        at = [await slot.__aenter__() for slot in held]
+        waiting = [asyncio.create_task(slots.slot().__aenter__()) for _ in range(3)]
+        await asyncio.sleep(0)
+        before = num_looks
+        slots._give_seats()
+        at[0].num_seats = 1  # a slow server with more requests than seats
+        await held[0].__aexit__(None, None, None)
+        await asyncio.sleep(0)
+        assert num_looks == before and not any(task.done() for task in waiting)
+        slots._give_seats()  # it has two seats again, and one of them is free
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1 and done.pop().result() is at[0]
+        for task in waiting:
+            task.cancel()
 
     asyncio.run(scenario())
 

@@ -221,6 +221,7 @@ def test_a_synchronous_step_that_is_stopped_goes_on_with_its_partial_answers(fol
 def test_stops_and_kills_while_answers_move_lose_no_group_and_double_none(folder, monkeypatch):
     """Looks every 0.1 s at servers slow in turns."""
     monkeypatch.setattr("megatron_dapo.rollout.build_rollout.LOOK_S", 0.1)
+    monkeypatch.setattr("megatron_dapo.servers.speedometer._MIN_STEPS", 1)  # of so short looks
     moved, move = [], GrowingAnswer.move
 
     def note(answer, part, url):

@@ -24,6 +24,7 @@ DRAWS = random_draws(Lengths(median=60, sigma=0.9, longest=280), 0.45, RECIPE.n,
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_dapo.rollout.build_rollout.LOOK_S", LOOK_S)
+    monkeypatch.setattr("megatron_dapo.servers.speedometer._MIN_STEPS", 1)  # of so short looks
     for folder in rollout_folder(tmp_path, monkeypatch):
         write_files(folder, num_prompts=NUM_PROMPTS)
         yield folder

@@ -117,9 +117,12 @@ def _with_times(records: list[dict]) -> list[dict]:
 def _table(records: Sequence[dict]) -> Table:
     """Return the records by name, limited to the first names if there are too many.
 
+    Those of servers come last: each requeue of a job brings new ones.
+
     A value of another type than numbers becomes None.
     """
     names = [*dict.fromkeys(name for record in records for name in ("step", "time", *record))]
+    names.sort(key=lambda name: name.startswith(("rollout/factor/", "rollout/seats/")))
     names = names[: min(_MAX_NAMES, max(2, _MAX_PLACES // max(1, len(records))))]
     return {name: [_rounded(record.get(name), name) for record in records] for name in names}
 
