@@ -305,8 +305,6 @@ async def _answer_commands(
             command, arguments = await commands.get()
             assert command in _COMMANDS, command
             kind, answer = await _answer(getattr(controller, command), arguments, log_file)
-            if isinstance(answer, RolloutBatch):
-                answer = answer.with_texts_of(config.actor_rollout_ref.rollout.dump_samples)
             send(connection, (kind, answer))
             del answer  # while it waits for the next command, it holds no groups
     except Exception as error:
