@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -300,6 +301,7 @@ async def _answer_commands(
         controller = Controller(config)
         controller.stop_asked = stop_asked
         await controller.start()
+        gc.freeze()  # modules and prompts stay: the collector need not go through them
         send(connection, ("ok", None))
         while True:
             command, arguments = await commands.get()
