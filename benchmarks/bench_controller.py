@@ -6,12 +6,16 @@ text of the length and size of SGLang's. Each writes `--rate` tokens a second in
 takes a step as soon as it is ready. Rewards and the decoding of responses to text are part of the
 work.
 
+With `--streams` it shows instead what answers that come in events of so many tokens would cost, the
+whole answers of the program (0) beside them.
+
 python -m benchmarks.bench_controller [--quick] [--servers N,...] [--rate TOKENS_PER_S]
-    [--seconds S] [--json FILE]
+    [--streams TOKENS,...] [--seconds S] [--json FILE]
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import multiprocessing
@@ -23,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -31,7 +36,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from benchmarks.report import plain_table, written
+from benchmarks.streamed_answers import StreamedClient, StreamedServer
 from megatron_dapo.rollout.controller import Controller
+from megatron_dapo.servers.client import SGLangClient
 from tests.fake_rollout import EOS, WORDS, FakeServer, Script, make_config, write_files
 
 VOCABULARY = 150_000
@@ -52,6 +59,7 @@ class Load:
     mean_tokens: int  # of an answer
     step_groups: int  # groups of a step
     seconds: float  # of the measurement
+    streamed: int  # tokens of an event; 0: whole answers
 
 
 @dataclass(frozen=True)
@@ -108,8 +116,12 @@ def serve(load: Load, pipe: Connection) -> None:
     async def main() -> None:
         answers = render_answers(load.mean_tokens)
         servers = []
+        bodies = [answer.body(0) for answer in answers]
+        token_s = load.slots / load.rate
         for _ in range(load.num_servers):  # each starts before the next one looks for a free port
-            servers.append(await RenderedServer(answers, load.slots / load.rate).start())
+            whole = RenderedServer(answers, token_s)
+            server = StreamedServer(bodies, token_s, load.streamed) if load.streamed else whole
+            servers.append(await server.start())
         pipe.send([server.url for server in servers])
         while (version := await asyncio.to_thread(pipe.recv)) is not None:
             for server in servers:
@@ -141,6 +153,7 @@ async def measured(folder: Path, urls: Sequence[str], pipe: Connection, load: Lo
     process = psutil.Process()
     try:
         await controller.start()
+        gc.freeze()  # as the controller's process does
         num_tokens, num_answers, step = 0, 0, 0
         began, cpu_began = 0.0, 0.0
         while step < 3 or time.monotonic() - began < load.seconds:
@@ -184,7 +197,9 @@ def run(load: Load) -> dict:
         _write_tokenizer(folder)
         sys.path.insert(0, name)
         try:
-            result = asyncio.run(measured(folder, near.recv(), near, load))
+            client = StreamedClient if load.streamed else SGLangClient
+            with patch("megatron_dapo.rollout.build_rollout.SGLangClient", client):
+                result = asyncio.run(measured(folder, near.recv(), near, load))
         finally:
             sys.path.remove(name)
             sys.modules.pop("fake_rewards", None)
@@ -206,21 +221,23 @@ def _write_tokenizer(folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_controller", description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="two small servers for a second")
-    parser.add_argument("--servers", default="8,32", metavar="N,...", help="how many servers")
+    parser.add_argument("--servers", default="8,32,64", metavar="N,...", help="how many servers")
     parser.add_argument("--rate", type=float, default=5000.0, metavar="TOKENS_PER_S", help="of each server")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="that are measured, at least")
+    parser.add_argument("--streams", default="0", metavar="TOKENS,...", help="of an event; 0: whole answers")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="that are measured, at least")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING)
     loads = [
-        Load(int(number), arguments.rate, 16, 6000, step_groups=2 * int(number), seconds=arguments.seconds)
+        Load(int(number), arguments.rate, 4, 6000, int(number) // 2, arguments.seconds, int(streamed))
         for number in arguments.servers.split(",")
+        for streamed in arguments.streams.split(",")
     ]
     if arguments.quick:
         loads = [replace(loads[0], num_servers=2, rate=20_000.0, slots=4, mean_tokens=200, step_groups=2, seconds=1.0)]
     results = []
     for load in loads:
-        print(f"controller: {load.num_servers} servers of {load.rate:g} tokens/s", file=sys.stderr)
+        print(f"controller: {load.num_servers} servers of {load.rate:g} tokens/s, {load.streamed}", file=sys.stderr)
         results.append(run(load))
     show(results)
     written("controller", torch.device("cpu"), results, arguments.json)
@@ -228,11 +245,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show(results: Sequence[dict]) -> None:
     """Print a line for each number of servers."""
-    columns = ("servers", "tokens/s asked", "trained on", "answers/s", "of a core", "us per token", "MB")
+    columns = ("servers", "per event", "tokens/s asked", "trained on", "answers/s", "of a core", "us per token", "MB")
     table = plain_table("the controller's process", columns)
     for result in results:
         table.add_row(
             str(result["num_servers"]),
+            str(result["streamed"] or "-"),
             f"{result['num_servers'] * result['rate']:.0f}",
             f"{result['trained_tokens_per_s']:.0f}",
             f"{result['answers_per_s']:.1f}",

@@ -65,7 +65,6 @@ def _sample(rng: random.Random, uid: str, prompt: tuple[int, ...], vocab_size: i
         uid=uid,
         prompt_tokens=prompt,
         response_tokens=tuple(rng.randrange(3, vocab_size) for _ in range(length)),
-        response_text="",
         rollout_log_probs=tuple(-4.0 - rng.random() for _ in range(length)),
         loss_mask=tuple(int(rng.random() < 0.9) for _ in range(length)),
         weight_versions=(0,) * length,

@@ -4,7 +4,6 @@ They are prompts, samples, groups, and the batch of one rollout step.
 """
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -48,7 +47,6 @@ class Sample(TokenRecord):
     uid: str  # the group's
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
-    response_text: str
     # by the server, at the sampling temperature; 0 for an environment's tokens
     rollout_log_probs: np.ndarray
     loss_mask: np.ndarray  # 1 for the model's tokens, 0 for an environment's
@@ -67,6 +65,7 @@ class Sample(TokenRecord):
     answer: str | None = None  # its answer, for a vote among responses; None without one
     # among the responses to its prompt, from 0; the seeds of its requests derive from it
     number: int = 0
+    response_text: str = ""  # of a step's shown groups, for people; rewards decode the tokens
     # the servers', for replay by the trainer; empty: not asked for, or unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
@@ -84,15 +83,6 @@ class Sample(TokenRecord):
     def num_tokens(self) -> int:
         """Return the number of tokens of prompt and response."""
         return len(self.prompt_tokens) + len(self.response_tokens)
-
-    def without_text(self) -> "Sample":
-        """Return the same without its text.
-
-        The arrays are the same, too: `dataclasses.replace` would check them once more.
-        """
-        bare = copy(self)
-        object.__setattr__(bare, "response_text", "")
-        return bare
 
     def without_experts(self) -> "Sample":
         """Return the same without routed experts, with arrays of its own.
@@ -150,14 +140,3 @@ class RolloutBatch:
 
     groups: tuple[Group, ...]  # to train on
     metrics: dict[str, float]  # by their public names
-
-    def with_texts_of(self, num_groups: int) -> "RolloutBatch":
-        """Return the same without the responses' texts of later groups.
-
-        The trainer shows a few texts, and reads tokens.
-        """
-        rest = (
-            replace(group, samples=tuple(sample.without_text() for sample in group.samples))
-            for group in self.groups[num_groups:]
-        )
-        return replace(self, groups=(*self.groups[:num_groups], *rest))

@@ -4,6 +4,7 @@ Lines of rollouts/step_NNNNNN.jsonl hold a group each, lines of an evaluation's 
 """
 
 import json
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -12,8 +13,22 @@ from megatron_dapo.data.samples import Group, Sample
 from megatron_dapo.data.tokenizer import Tokenizer
 
 
+def with_texts(groups: tuple[Group, ...], num_shown: int, tokenizer: Tokenizer) -> tuple[Group, ...]:
+    """Return the groups, the first ones with the texts of their responses."""
+    shown = (
+        replace(group, samples=tuple(with_text(sample, tokenizer) for sample in group.samples))
+        for group in groups[:num_shown]
+    )
+    return (*shown, *groups[num_shown:])
+
+
+def with_text(sample: Sample, tokenizer: Tokenizer) -> Sample:
+    """Return a response with its text."""
+    return replace(sample, response_text=tokenizer.decode(sample.response_tokens))
+
+
 def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
-    """Return a group as the plain data of a line."""
+    """Return a group, with its texts, as the plain data of a line."""
     return {
         "step": step,
         "uid": group.uid,
@@ -35,7 +50,7 @@ def answer_record(step: int, group: Group, sample: Sample, tokenizer: Tokenizer)
         "number": sample.number,
         "prompt": prompt.text,
         "ground_truth": prompt.ground_truth,
-        **_response(sample, group, tokenizer),
+        **_response(with_text(sample, tokenizer), group, tokenizer),
     }
 
 

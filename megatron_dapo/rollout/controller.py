@@ -26,7 +26,7 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
-from megatron_dapo.rollout.answer_records import group_record
+from megatron_dapo.rollout.answer_records import group_record, with_texts
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.build_rollout import (
     load_prompts,
@@ -144,12 +144,13 @@ class Controller:
         finally:
             self._sampling.switch(self._rollout.max_staleness > 0)
         result = self._drawing.take()
-        self._dump(step, result.groups)
+        groups = with_texts(result.groups, self._rollout.dump_samples, self._tokenizer)
+        self._dump(step, groups)
         metrics = self._metrics(result, weight_version)
         if uses_dynamic_sampling(self._config):
             words = filter_in_words(self._config)
             log.info("DAPO Dynamic Sampling: Filtered %d samples with %s", result.num_filtered_samples, words)
-        batch = RolloutBatch(groups=result.groups, metrics={name: float(value) for name, value in metrics.items()})
+        batch = RolloutBatch(groups=groups, metrics={name: float(value) for name, value in metrics.items()})
         if self._config.trainer.dump_batches:
             write_batch(self._folder.batches, step, batch)
         return batch

@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import os
@@ -300,13 +301,12 @@ async def _answer_commands(
         controller = Controller(config)
         controller.stop_asked = stop_asked
         await controller.start()
+        gc.freeze()  # modules and prompts stay: the collector need not go through them
         send(connection, ("ok", None))
         while True:
             command, arguments = await commands.get()
             assert command in _COMMANDS, command
             kind, answer = await _answer(getattr(controller, command), arguments, log_file)
-            if isinstance(answer, RolloutBatch):
-                answer = answer.with_texts_of(config.actor_rollout_ref.rollout.dump_samples)
             send(connection, (kind, answer))
             del answer  # while it waits for the next command, it holds no groups
     except Exception as error:

@@ -193,24 +193,24 @@ class Sampler:
                 )
             else:
                 trajectory = await single_turn(group.prompt, params, generate, begun, note_partial)
-        text = self._tokenizer.decode(trajectory.tokens)
         try:
             with self.reward_wait.scoring():
-                verdict = await self._verdict(group, number, trajectory, text, together)
+                verdict = await self._verdict(group, number, trajectory, together)
         except BaseException:  # mostly cancelled: a stop does not wait for a slow reward function
             if self._multi_turn is None:
                 note_partial(trajectory.partial())
             raise
-        return _to_sample(group.uid, number, trajectory, text, verdict, self._shaping)
+        return _to_sample(group.uid, number, trajectory, verdict, self._shaping)
 
     async def _verdict(
-        self, group: Group, number: int, trajectory: Trajectory, text: str, together: GroupVerdicts | None
+        self, group: Group, number: int, trajectory: Trajectory, together: GroupVerdicts | None
     ) -> RewardResult:
         if trajectory.verdict is not None:
             if together is not None:
                 together.leave_out()
             return trajectory.verdict
         prompt = group.prompt
+        text = self._tokenizer.decode(trajectory.tokens)
         if together is not None:
             verdict = await together.verdict(number, text)
         else:
@@ -226,7 +226,8 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        return GroupVerdicts(score, {sample.number: sample.response_text for sample in group.samples}, num_new)
+        texts = {sample.number: self._tokenizer.decode(sample.response_tokens) for sample in group.samples}
+        return GroupVerdicts(score, texts, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return the continuation of the tokens, preferably by the budget's server.
@@ -348,16 +349,13 @@ def _require_experts(generation: Generation, url: str) -> None:
         )
 
 
-def _to_sample(
-    uid: str, number: int, trajectory: Trajectory, text: str, verdict: RewardResult, shaping: Shaping
-) -> Sample:
+def _to_sample(uid: str, number: int, trajectory: Trajectory, verdict: RewardResult, shaping: Shaping) -> Sample:
     """Return a finished trajectory as a sample, with its reward shaped."""
     is_terminated = trajectory.finish_reason == "stop"
     return Sample(
         uid=uid,
         prompt_tokens=token_array(trajectory.prompt_tokens, TOKEN),
         response_tokens=trajectory.tokens,
-        response_text=text,
         rollout_log_probs=trajectory.log_probs,
         loss_mask=trajectory.loss_mask,
         weight_versions=trajectory.weight_versions,

@@ -66,7 +66,6 @@ class SyntheticBatches(NoServerRollout):
             uid=uid,
             prompt_tokens=prompt,
             response_tokens=self._tokens(length, values),
-            response_text="",
             rollout_log_probs=repeated(-math.log(self._vocab_size), length, LOG_PROB),
             loss_mask=repeated(1, length, MASK),
             weight_versions=repeated(version, length, VERSION),

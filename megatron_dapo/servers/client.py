@@ -16,6 +16,7 @@ import h11
 import numpy as np
 import orjson
 
+from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.token_arrays import (
     EXPERT,
@@ -424,8 +425,12 @@ class SGLangClient:
             raise KeyRefused(self.url, route, status, why)
         if status != 200:
             raise ServerError(self.url, route, status, _head(body))
+        if "json" not in content_type:
+            return None
         try:
-            return orjson.loads(body) if "json" in content_type else None
+            # a list per token, all gone with the answer: not for the collector to go through
+            with collection_paused():
+                return orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise ServerError(self.url, route, status, f"no JSON: {_head(body)}") from error
 

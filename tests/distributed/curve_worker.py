@@ -54,7 +54,6 @@ def _sample(rng: random.Random, uid: str, prompt: Prompt, text: str, correct: bo
         uid=uid,
         prompt_tokens=prompt.tokens,
         response_tokens=tokens,
-        response_text=text,
         rollout_log_probs=tuple(-rng.random() for _ in tokens),
         loss_mask=(1,) * len(tokens),
         weight_versions=(0,) * len(tokens),

@@ -30,7 +30,6 @@ def make_group(uid: str, rewards: list[float], prompt=(1, 2), response_length: i
             uid=uid,
             prompt_tokens=tuple(prompt),
             response_tokens=tuple(range(10, 10 + length)),
-            response_text="",
             rollout_log_probs=tuple(-0.1 * (k + 1) for k in range(length)),
             loss_mask=(1,) * length,
             weight_versions=(4,) * (length - 1) + (3,),

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.bench_hand_over import seconds
 from benchmarks.bench_rewards import Served, cases
 from benchmarks.hand_over_case import NUM_PROMPT_TOKENS
-from megatron_dapo.commands.plan.step_time import HAND_OVER_S
+from megatron_dapo.commands.plan.step_time import CONTROLLER_S, HAND_OVER_S
 from megatron_dapo.estimates.hardware import hardware_named
 from tests.helpers import REPOSITORY
 
@@ -66,6 +66,17 @@ def test_32_servers_of_5000_tokens_a_second_take_at_most_six_tenths_of_a_core():
     assert of_32["rate"] == 5000 and of_32["mean_tokens"] == 6000
     assert of_32["trained_tokens_per_s"] > 0.8 * 32 * 5000, "the servers wrote as much as is claimed"
     assert of_32["core_share"] <= 0.6
+
+
+def test_the_plan_takes_the_controllers_measured_time_of_a_token():
+    (of_32,) = [result for result in committed("controller") if result["num_servers"] == 32]
+    assert of_32["microseconds_per_token"] / 1e6 == pytest.approx(CONTROLLER_S, rel=0.05)
+
+
+def test_streamed_answers_would_cost_the_controller_more_than_a_twentieth():
+    whole, *streamed = sorted(committed("controller_streams"), key=lambda result: result["streamed"])
+    assert whole["streamed"] == 0 and len(streamed) == 3
+    assert all(result["microseconds_per_token"] > 1.05 * whole["microseconds_per_token"] for result in streamed)
 
 
 def test_the_controller_holds_at_most_20_bytes_per_token_of_any_step():

@@ -83,7 +83,6 @@ def _sample(uid: str, prompt: tuple[int, ...], response: tuple[int, ...]) -> Sam
         uid=uid,
         prompt_tokens=prompt,
         response_tokens=response,
-        response_text="",
         rollout_log_probs=(-1.0,) * len(response),
         loss_mask=(1,) * len(response),
         weight_versions=(0,) * len(response),

@@ -48,7 +48,7 @@ def draw(drawing: Drawing) -> Group:
 
 def finish(drawing: Drawing, group: Group, outcome: tuple[bool, bool], error: str | None = None) -> list[Sample]:
     sample = dict(
-        uid=group.uid, prompt_tokens=(1, 2), response_tokens=(3, 4, 5), response_text="x", rollout_log_probs=(0.0,) * 3,
+        uid=group.uid, prompt_tokens=(1, 2), response_tokens=(3, 4, 5), rollout_log_probs=(0.0,) * 3,
         loss_mask=(1,) * 3, weight_versions=(1,) * 3, finish_reason="stop", is_truncated=False, reward_error=error,
     )  # fmt: skip
     samples = [Sample(**sample, raw_reward=float(right), reward=float(right), correct=right) for right in outcome]

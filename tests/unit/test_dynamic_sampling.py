@@ -33,7 +33,7 @@ def prompts(first, count):
 
 def make_group(draw, correct, version=1, **overrides):
     sample = dict(
-        uid=draw.uid, prompt_tokens=(1, 2), response_tokens=(3, 4, 5), response_text="x", rollout_log_probs=(0.0,) * 3,
+        uid=draw.uid, prompt_tokens=(1, 2), response_tokens=(3, 4, 5), rollout_log_probs=(0.0,) * 3,
         loss_mask=(1,) * 3, weight_versions=(version,) * 3, finish_reason="stop", is_truncated=False,
     )  # fmt: skip
     samples = (

@@ -37,7 +37,7 @@ def make_pool(seed=1, **rules):
 def sample(correct, *, log_probs=(-0.5, -0.5), mask=None, version=0, exp_mask=False, tag=5):
     size = len(log_probs)
     return Sample(
-        uid="", prompt_tokens=(1, 2), response_tokens=(tag,) * size, response_text="", rollout_log_probs=log_probs,
+        uid="", prompt_tokens=(1, 2), response_tokens=(tag,) * size, rollout_log_probs=log_probs,
         loss_mask=mask or (1,) * size, weight_versions=(version,) * size, finish_reason="stop",
         raw_reward=float(correct), correct=correct, reward=float(correct), is_truncated=False, exp_mask=exp_mask,
     )  # fmt: skip

@@ -198,6 +198,12 @@ def test_a_plan_refuses_lengths_that_the_named_model_has_no_positions_for(capsys
     assert "above the model's max_position_embeddings 40960" in capsys.readouterr().err
 
 
+def test_the_controllers_share_of_a_core_is_that_of_all_tokens_that_servers_write():
+    its_parts = parts(update=2.0, num_servers=24)
+    busy = replace(its_parts, server=its_parts.server.scaled_to(5000.0))
+    assert busy.controller_share == pytest.approx(24 * 5000 * step_time.CONTROLLER_S)
+
+
 def test_the_command_shows_memory_time_and_its_assumptions(capsys, monkeypatch):
     monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
     arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]

@@ -90,7 +90,7 @@ def test_a_server_killed_twenty_times_in_mid_step_costs_no_sample_and_scores_non
     assert sum(batch.metrics["reward/num_crashes"] + batch.metrics["reward/num_exceptions"] for batch in batches) == 0
     assert all(0 < batch.metrics["reward/wait_share"] <= 1 for batch in batches)
     for prompt, sample in samples:
-        own = 1000.0 * WORDS.index(prompt.text) + WORDS.index(sample.response_text)
+        own = 1000.0 * WORDS.index(prompt.text) + sample.response_tokens[0]
         assert sample.raw_reward == own + sample.correct and sample.reward_error is None
     answered = Counter((folder / "answered").read_text().splitlines())
     assert max(answered.values()) == 1, "a response that had its score was asked about again"

@@ -59,7 +59,6 @@ def arrays_of(versions: tuple[int, ...]) -> dict[str, np.ndarray]:
 def sample_of(uid: str, versions: tuple[int, ...], correct: bool) -> Sample:
     return Sample(
         uid=uid,
-        response_text="",
         **arrays_of(versions),
         finish_reason="stop",
         raw_reward=0.0,

@@ -244,7 +244,7 @@ def responses(uid: str, *what: str, config: Config) -> Group:
         finish_reason = next((reason for reason in ("length", "turns") if reason in words), "stop")
         is_truncated, raw_reward = finish_reason != "stop", float("right" in words)
         return Sample(
-            uid=uid, prompt_tokens=(1,), response_tokens=(2, 3, 4), response_text="", rollout_log_probs=(-1.0,) * 3,
+            uid=uid, prompt_tokens=(1,), response_tokens=(2, 3, 4), rollout_log_probs=(-1.0,) * 3,
             loss_mask=(1, 1, 1), weight_versions=(1,) * 3, finish_reason=finish_reason, raw_reward=raw_reward,
             correct="right" in words, reward=make_shaping(config)(raw_reward, 3, is_truncated),
             is_truncated=is_truncated, is_terminated=not is_truncated, exp_mask="replayed" in words,

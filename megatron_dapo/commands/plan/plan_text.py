@@ -64,6 +64,7 @@ def _assumed(assumed: Assumptions, run: RunTime) -> Iterator[str]:
     if run.parts.num_servers:
         yield f"{assumed.acceptance:.0%} of the groups carry signal"
         yield f"a server decodes {speed.slots} requests at once, {speed.tokens_per_s:.0f} tokens/s then"
+        yield f"the controller takes {run.parts.controller_share:.0%} of a core then, on rank 0's node"
     yield (
         f"per GPU {hardware.flops / 1e12:.3g} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:.3g} TB/s, links "
         f"{hardware.link_bandwidth / GB:.0f} GB/s, network {hardware.network_bandwidth / GB:.0f} GB/s; of these "

@@ -257,7 +257,6 @@ def _sample(request: SimulatedRequest, num_tokens: Mapping[int, int]) -> Sample:
         uid=request.uid,
         prompt_tokens=np.zeros(1, TOKEN),
         response_tokens=_tokens(request.length),
-        response_text="",
         rollout_log_probs=nothing(LOG_PROB),
         loss_mask=np.fromiter(num_tokens.values(), np.int64),  # its sum counts
         weight_versions=np.fromiter(num_tokens, np.int64),

@@ -39,6 +39,9 @@ from megatron_dapo.queue.group_filter import by_correctness
 # answers of 6000 tokens with prompts of 200, at TP 2, DP 2 on two cores
 # (benchmarks/results/hand_over_cpu.json). The nodes' network is not in it.
 HAND_OVER_S = 0.031e-6
+# Of the controller's core per token that servers write, for answers of 6000 tokens from 32 servers
+# (benchmarks/results/controller_cpu.json).
+CONTROLLER_S = 2.2e-6
 # Approximate requests of a simulated step: a larger step is simulated by a part of it with the same
 # part of its servers.
 SIMULATED_REQUESTS = 3000
@@ -129,6 +132,11 @@ class PhaseTimes:
     def train_s(self) -> float:
         """Return the seconds from a batch to the push."""
         return self.hand_over + self.score + self.reference + self.critic + self.training.update
+
+    @property
+    def controller_share(self) -> float:
+        """Return the controller's share of a core while all servers write at full load."""
+        return self.num_servers * self.server.tokens_per_s * CONTROLLER_S
 
 
 @dataclass(frozen=True)
