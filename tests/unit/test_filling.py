@@ -75,6 +75,30 @@ async def ended(task):
     await asyncio.wait({task})
 
 
+def test_open_groups_beyond_the_bound_cost_one_question_a_turn(monkeypatch):
+    """Of a state without samples, 60 are open behind the 40 places; each turn asks for the first of
+    them, and for a new draw only with a free slot."""
+
+    async def scenario():
+        servers = Servers(num_slots=10)
+        sampling, queue = make_filling(servers, servers.hold)
+        for _ in range(100):
+            queue.draw(Prompt(0, "key", (1,), "p", "test", "0"), 0)
+        task = await begun(sampling)
+        assert servers.num_requests == 40 and queue.num_open == 100
+        asked, may_start = [], queue.may_start
+        monkeypatch.setattr(queue, "may_start", lambda *words: asked.append(words[0]) or may_start(*words))
+        sampling._go_on()
+        assert asked == [40]
+        servers.num_slots = 50
+        sampling._go_on()
+        assert asked == [40, 40, 100] and queue.num_open == 100
+        assert sampling._held.is_on
+        await ended(task)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("has_baseline", "num_groups"), [(False, 4), (True, 3)])
 def test_slots_are_not_given_twice_while_requests_begin_slowly(has_baseline, num_groups):
     """20 ms of each draw hold up the event loop; a greedy baseline is a request too."""
