@@ -148,8 +148,10 @@ class Filling:
 
     def _is_blocked(self) -> bool:
         """Return whether slow requests hold up the run."""
+        version = self._servers.version
+        has_free_slot = self._servers.num_free_slots > self._num_arriving
         return is_blocked(
-            is_held=self._held.is_on,
+            is_held=has_free_slot and version is not None and self._queue.is_held(version),
             is_waited_for=self._is_waited_for,
             num_with_signal=self._queue.num_with_signal,
             size=self._queue.limits.train_batch_size,

@@ -113,6 +113,26 @@ def test_equal_servers_measured_with_noise_move_nothing_and_lose_no_time():
     assert looked_at.fleet.largest_factor < 1.3
 
 
+def test_without_staleness_the_last_answers_of_a_wave_leave_a_slow_server():
+    """A wave ends with its longest answers: there a server at 1/4 would cost a seventh."""
+    equal = Case("equal", max_staleness=0)
+    slower = replace(equal, changes=OF_NAME["one at 1/4"].changes)
+    step_s = {}
+    for case in (equal, slower):
+        simulation = Simulation(case.machines(4), case.recipe(4, 6), case.draws())
+        step_s[case] = 1 / simulation.run().steps_per_s
+    assert step_s[slower] <= 1.05 * step_s[equal] * 24 / 23.25
+    assert simulation.fleet.counts["moves"] > 0
+
+
+def test_without_staleness_equal_servers_move_nothing_either():
+    """In full: on few seats chance alone makes servers uneven."""
+    case = Case("equal", max_staleness=0)
+    simulation = Simulation(case.machines(1), case.recipe(1, 1), case.draws())
+    simulation.run()
+    assert simulation.fleet.counts["moves"] == 0
+
+
 # ------------------------------------------------------------------------------------- moved tokens
 
 

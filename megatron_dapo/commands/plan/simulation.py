@@ -20,8 +20,9 @@ from megatron_dapo.commands.plan.simulated_server import Machines, SimulatedRequ
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
+from megatron_dapo.queue.account import Account
 from megatron_dapo.queue.group_filter import by_correctness
-from megatron_dapo.queue.group_queue import Account, FilterReason, GroupQueue, QueueLimits
+from megatron_dapo.queue.group_queue import FilterReason, GroupQueue, QueueLimits
 from megatron_dapo.servers import fleet
 
 
@@ -175,7 +176,7 @@ class Simulation:
         """Look at the servers. is_asked: the trainer waits."""
         queue = self.queue
         is_blocked = fleet.is_blocked(
-            is_held=self.fleet.has_free_seat() and not queue.may_start(queue.num_open, self._confirmed),
+            is_held=self.fleet.has_free_seat() and queue.is_held(self._confirmed),
             is_waited_for=is_asked,
             num_with_signal=queue.num_with_signal,
             size=self._recipe.train_batch_size,
