@@ -445,6 +445,8 @@ class GroupQueue:
         if len(fresh) < len(ready):
             self._discard(len(ready) - len(fresh))
             self._put_ready(fresh)
+            # discarded groups, and those dropped beside them, use up no draws of a batch
+            self._num_draws_used = len(self._kept)
 
     def _discard_open(self, num_left: int) -> None:
         """Discard the last open groups beyond num_left."""
