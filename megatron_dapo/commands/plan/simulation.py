@@ -85,8 +85,8 @@ class Simulation:
     """One run: the trainer requests batches, trains and pushes; the servers write between these
     moments.
 
-    `drawn`, `trained` and `step_s`: all groups and steps so far, for comparisons. filter_reason: as
-    in `GroupQueue`.
+    `drawn`, `trained`, `continued` and `step_s`: all groups, answers and steps so far, for
+    comparisons. filter_reason: as in `GroupQueue`.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Simulation:
         self.step_s: list[float] = []
         self.drawn: list[Draw] = []
         self.trained: list[Group] = []
+        self.continued: list[SimulatedRequest] = []  # whose answers were moved or begun anew
 
     def run(self) -> Speed:
         """Return the measurements of the steps after the warm-up."""
@@ -201,6 +202,8 @@ class Simulation:
 
     def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
         """Take in an answer."""
+        if request.attempt:
+            self.continued.append(request)
         samples = self._samples[request.uid]
         samples.append(_sample(request, num_tokens))
         if len(samples) == self._recipe.n:
