@@ -169,6 +169,19 @@ def test_without_staleness_equal_servers_move_nothing_either():
     assert simulation.fleet.counts["moves"] == 0
 
 
+@pytest.mark.parametrize("factor", [None, math.inf])
+def test_a_simulation_without_any_server_left_ends_in_a_sentence(factor):
+    machines = Machines(1, 4, 0.01, 1.0, 0.1, changes=(SpeedChange(0.5, 0, factor),))
+    with pytest.raises(AssertionError, match="the trainer waits, and no request is in flight"):
+        Simulation(machines, Recipe(4, 4, 2, 0, 100), random_draws(LENGTHS, 1.0, 2, seed=1)).run()
+
+
+def test_a_simulation_waits_for_a_server_that_comes_back():
+    changes = (SpeedChange(0.5, 0, None), SpeedChange(500.0, 0, 1.0))
+    machines = Machines(1, 4, 0.01, 1.0, 0.1, changes=changes)
+    assert Simulation(machines, Recipe(4, 4, 2, 0, 1), random_draws(LENGTHS, 1.0, 2, seed=1)).run().steps_per_s > 0
+
+
 # ------------------------------------------------------------------------------------- moved tokens
 
 
