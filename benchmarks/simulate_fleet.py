@@ -10,7 +10,7 @@ python -m benchmarks.simulate_fleet [--quick] [--scale N] [--json FILE]
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -19,12 +19,12 @@ from rich.console import Console
 
 from benchmarks.report import plain_table, written
 from megatron_dapo.commands.plan.simulated_server import Machines, SpeedChange
-from megatron_dapo.commands.plan.simulation import Draws, Recipe, Simulation, mean_length, random_draws
+from megatron_dapo.commands.plan.simulation import Draws, Recipe, Simulation, random_draws
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group
 from megatron_dapo.queue.group_filter import by_correctness
 from megatron_dapo.queue.group_queue import GroupQueue, QueueLimits
-from megatron_dapo.servers.fleet import TOKEN_TIME
+from megatron_dapo.servers.fleet import TOKEN_TIME, TokenTime
 
 NUM_SERVERS = 24
 SLOTS = 128
@@ -48,6 +48,10 @@ class Case:
     train_batch_size: int = 128
     lengths: Lengths = field(default=LENGTHS)
     acceptance: float = ACCEPTANCE
+    assumed_base: float = 1.0
+    """Of the rules' seconds per token without requests, over the real ones."""
+    is_whole: bool = False
+    """All groups and slots are simulated."""
 
     def recipe(self, scale: int, num_steps: int) -> Recipe:
         """Return the drawing of prompts, of one part in `scale`."""
@@ -66,7 +70,7 @@ class Case:
             unit * scale,
             # the equal fleet is looked at, too
             self.changes or (SpeedChange(0.0, 0, 1.0),),
-            replace(TOKEN_TIME, per_request=scale),
+            TokenTime(TOKEN_TIME.base * self.assumed_base, scale),
         )
 
     def draws(self) -> Draws:
@@ -84,6 +88,8 @@ CASES = (
     Case("all equal"),
     Case("one at 1/2", slow(2.0, 3)),
     Case("one at 1/4", slow(4.0, 3)),
+    Case("one at 1/4, simulated in full", slow(4.0, 3), is_whole=True),
+    Case("one at 1/4, assumed a : b of 132", slow(4.0, 3), assumed_base=2.0),
     Case("one at 1/10", slow(10.0, 3)),
     Case("one at 1/4 for 75 min", slow(4.0, 3, at_s=BROKEN_AT, until_s=BROKEN_AT + 4500)),
     Case("one answers, writes nothing", slow(math.inf, 3, at_s=BROKEN_AT)),
@@ -128,35 +134,59 @@ class SimulationBefore(Simulation):
 
 @dataclass(frozen=True)
 class Bias:
-    """Trained responses beside the drawn ones, step by step."""
+    """Kept responses beside the drawn ones."""
 
     length: float
-    """Mean length of what is trained over that of what is drawn, less 1."""
+    """Mean tokens kept over those drawn, less 1; 0 without pairs."""
     half_width: float
-    """Of its 95 % interval, by the differences of steps."""
-    acceptance: float
-    """Share of groups with signal up to the last trained one, over that of all draws, less 1."""
+    """Of its 95 % interval."""
+    number: int
+    """Pairs compared."""
 
-    def is_within(self, share: float) -> bool:
-        """Return whether both are, with the interval."""
-        return abs(self.length) + self.half_width <= share and abs(self.acceptance) <= share
+    @property
+    def has_none(self) -> bool:
+        """Return whether the interval contains 0."""
+        return abs(self.length) <= self.half_width
 
 
-def bias(trained: Sequence[Group], draws: Draws, num_drawn: int, size: int) -> Bias:
-    """Return the bias of trained groups, `size` a step, whose answers are these draws'."""
-    differences, lengths = [], []
-    for first in range(0, len(trained), size):
-        groups = trained[first : first + size]
-        drawn = mean_length([length for group in groups for length in draws(group.prompt.index).lengths])
-        kept = mean_length([len(sample.response_tokens) for group in groups for sample in group.samples])
-        differences.append(kept - drawn)
-        lengths.append(drawn)
-    with_signal = fmean(draws(number).has_signal for number in range(num_drawn))
-    return Bias(
-        fmean(differences) / fmean(lengths),
-        1.96 * stdev(differences) / math.sqrt(len(differences)) / fmean(lengths),
-        len(trained) / (trained[-1].prompt.index + 1) / with_signal - 1,
-    )
+Pairs = Sequence[tuple[int, int]]  # tokens (drawn, kept)
+
+
+def bias(pairs: Pairs) -> Bias:
+    """Return the bias of these pairs' lengths."""
+    if len(pairs) < 2:
+        return Bias(0.0, 0.0, len(pairs))
+    mean = fmean(drawn for drawn, _ in pairs)
+    differences = [kept - drawn for drawn, kept in pairs]
+    half_width = 1.96 * stdev(differences) / math.sqrt(len(pairs))
+    return Bias(fmean(differences) / mean, half_width / mean, len(pairs))
+
+
+def continued_lengths(simulation: Simulation, draws: Draws) -> Pairs:
+    """Return the lengths of responses that were moved or begun anew, up to the last trained draw.
+
+    All others are as drawn, and would hide a bias.
+    """
+    last = simulation.trained[-1].prompt.index
+    return [
+        (draws(request.draw).lengths[request.position], request.length)
+        for request in simulation.continued
+        if request.draw <= last
+    ]
+
+
+def trained_lengths(trained: Sequence[Group], draws: Draws) -> Pairs:
+    """Return the tokens of trained groups, a pair for each."""
+    return [
+        (sum(draws(group.prompt.index).lengths), sum(len(sample.response_tokens) for sample in group.samples))
+        for group in trained
+    ]
+
+
+def acceptance_bias(trained: Sequence[Group], draws: Draws) -> float:
+    """Return the share of trained groups up to the last one over that with signal, less 1."""
+    num_drawn = trained[-1].prompt.index + 1
+    return len(trained) / sum(draws(number).has_signal for number in range(num_drawn)) - 1
 
 
 def ages(trained: Sequence[Group], size: int) -> list[int]:
@@ -168,11 +198,15 @@ def ages(trained: Sequence[Group], size: int) -> list[int]:
 
 
 def figures(simulation: Simulation, case: Case, scale: int, num_steps: int) -> dict:
-    """Return a run's figures over its measured steps; moves are of the whole fleet."""
+    """Return a run's figures over its measured steps.
+
+    Moves and restarts are of the whole fleet, and of the warm-up, too; the bias is of the responses
+    that they concern.
+    """
     size = case.train_batch_size // scale
     speed = simulation.run()
     counts = simulation.fleet.counts
-    trained = bias(simulation.trained, case.draws(), len(simulation.drawn), size)
+    continued = bias(continued_lengths(simulation, case.draws()))
     return {
         "step_s": 1 / speed.steps_per_s,
         "worst_s": max(simulation.step_s[-num_steps:]),
@@ -184,13 +218,15 @@ def figures(simulation: Simulation, case: Case, scale: int, num_steps: int) -> d
         "servers_slow": counts["slow"] / max(counts["looks"], 1),
         "largest_factor": simulation.fleet.largest_factor,
         "oldest": max(ages(simulation.trained, size)),
-        "length_bias": trained.length,
-        "length_bias_half_width": trained.half_width,
+        "num_continued": continued.number,
+        "length_bias": continued.length,
+        "length_bias_half_width": continued.half_width,
     }
 
 
 def compared(case: Case, scale: int, num_steps: int) -> dict:
     """Return a case's figures before the rules and with them."""
+    scale = 1 if case.is_whole else scale
     machines, recipe = case.machines(scale), case.recipe(scale, num_steps)
     return {"case": case.name} | {
         name: figures(kind(machines, recipe, case.draws()), case, scale, num_steps)

@@ -9,6 +9,7 @@ the age s - 1 - w.
 import math
 from collections.abc import Iterable
 
+_MOST_DRAWS = 4  # open at once, over the places of the steps that may train on them
 _NUM_DEVIATIONS = 1.5  # of a wave's groups with signal: one wave in 15 needs another
 
 
@@ -61,6 +62,15 @@ def may_draw(*, num_steps: int, num_batches: int, version: int, max_staleness: i
     waits and the open draws cannot close one.
     """
     return num_steps + num_batches < min(version + 1 + max_staleness, total_steps)
+
+
+def most_open(*, size: int, max_staleness: int) -> int:
+    """Return the most draws that may be open at once: 4 (K + 1) `size`.
+
+    Dropped draws behind a late head take no place, but memory and prompts. Nothing is stuck at this
+    limit: the head is among those that may be sampled.
+    """
+    return _MOST_DRAWS * (max_staleness + 1) * size
 
 
 def wave_size(*, size: int, num_ready: int, gen_batch_size: int, acceptance: float) -> int:

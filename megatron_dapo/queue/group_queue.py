@@ -13,6 +13,7 @@ from itertools import islice, takewhile
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
 from megatron_dapo.queue import admission
+from megatron_dapo.queue.account import Account
 from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
 from megatron_dapo.queue.step_statistics import RolloutStep
 
@@ -51,24 +52,6 @@ class Verdict:
 
     reason: str | None  # for its lack of signal
     is_empty: bool  # it takes no place in a step. Without all scores it may be sampled again
-
-
-@dataclass(frozen=True)
-class Account:
-    """The places of all draws of a run, in groups."""
-
-    num_drawn: int
-    num_handed: int  # to the trainer
-    num_filtered: int  # dropped without signal
-    num_discarded: int  # too old, or beyond a step's need
-    num_ready: int  # with signal, waiting for their step
-    num_open: int  # not decided yet
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether every draw is in exactly one place."""
-        out = self.num_handed + self.num_filtered + self.num_discarded
-        return self.num_drawn == out + self.num_ready + self.num_open
 
 
 class GroupQueue:
@@ -120,8 +103,8 @@ class GroupQueue:
 
     @property
     def num_with_signal(self) -> int:
-        """Return the number of waiting groups with signal, decided on or not."""
-        return self.num_ready + sum(verdict.reason is None for verdict in self._finished.values())
+        """Return the number of waiting groups for a step, decided on or not."""
+        return self.num_ready + sum(verdict.reason is None or self.limits.masks for verdict in self._finished.values())
 
     @property
     def num_groups_wanted(self) -> int:
@@ -174,15 +157,27 @@ class GroupQueue:
     def may_start(self, position: int, weight_version: int) -> bool:
         """Return whether weight_version may sample the open group at this position.
 
-        The rule is `admission.may_draw`. It also holds for a draw at the position.
+        The rules are `admission.may_draw` and `admission.most_open`. They also hold for a draw at
+        the position, and refuse all positions after a refused one.
         """
-        return self._num_steps is not None and admission.may_draw(
+        limits = self.limits
+        most_open = admission.most_open(size=limits.train_batch_size, max_staleness=limits.max_staleness)
+        if self._num_steps is None or position >= most_open:
+            return False
+        return admission.may_draw(
             num_steps=self._num_steps,
             num_batches=self._num_batches_before(position),
             version=weight_version,
-            max_staleness=self.limits.max_staleness,
-            total_steps=self.limits.total_steps,
+            max_staleness=limits.max_staleness,
+            total_steps=limits.total_steps,
         )
+
+    def is_held(self, weight_version: int) -> bool:
+        """Return whether only `max_staleness` keeps free slots from new prompts.
+
+        With 0 they are kept until the wave is finished.
+        """
+        return not self.may_start(self.num_open, weight_version) if self.limits.max_staleness else bool(self._open)
 
     def next_wave(self) -> int:
         """Return the number of prompts to draw now for the step; only with `max_staleness` 0."""
@@ -450,6 +445,8 @@ class GroupQueue:
         if len(fresh) < len(ready):
             self._discard(len(ready) - len(fresh))
             self._put_ready(fresh)
+            # discarded groups, and those dropped beside them, use up no draws of a batch
+            self._num_draws_used = len(self._kept)
 
     def _discard_open(self, num_left: int) -> None:
         """Discard the last open groups beyond num_left."""

@@ -148,8 +148,10 @@ class Filling:
 
     def _is_blocked(self) -> bool:
         """Return whether slow requests hold up the run."""
+        version = self._servers.version
+        has_free_slot = self._servers.num_free_slots > self._num_arriving
         return is_blocked(
-            is_held=self._held.is_on,
+            is_held=has_free_slot and version is not None and self._queue.is_held(version),
             is_waited_for=self._is_waited_for,
             num_with_signal=self._queue.num_with_signal,
             size=self._queue.limits.train_batch_size,
@@ -177,9 +179,11 @@ class Filling:
         assert version is not None, "expect() comes first"
         if len(self._tasks) < self._queue.num_unfinished:
             for position, group in enumerate(self._queue.open_groups):
-                is_idle = group.uid not in self._tasks and not self._queue.is_finished(group.uid)
-                if is_idle and (not self._goes_on or self._queue.may_start(position, version)):
-                    self._start(self._queue.renew(group.uid, version))
+                if group.uid in self._tasks or self._queue.is_finished(group.uid):
+                    continue
+                if self._goes_on and not self._queue.may_start(position, version):
+                    break  # nor may a later one
+                self._start(self._queue.renew(group.uid, version))
         if self._goes_on:
             self._draw_paced(version)
         else:
@@ -187,11 +191,13 @@ class Filling:
                 self._draw(version)
 
     def _draw_paced(self, version: int) -> None:
-        is_allowed = self._queue.may_start(self._queue.num_open, version)
-        while is_allowed and self._servers.num_free_slots > self._num_arriving:
-            self._draw(version)
-            is_allowed = self._queue.may_start(self._queue.num_open, version)
-        self._held.switch(not is_allowed and self._servers.num_free_slots > self._num_arriving)
+        is_held = False
+        # slots first: the queue looks at all its open draws
+        while not is_held and self._servers.num_free_slots > self._num_arriving:
+            is_held = not self._queue.may_start(self._queue.num_open, version)
+            if not is_held:
+                self._draw(version)
+        self._held.switch(is_held)
 
     def _draw(self, version: int) -> None:
         prompt, replayed = self._drawing.next_prompt()

@@ -135,7 +135,8 @@ def is_blocked(*, is_held: bool, is_waited_for: bool, num_with_signal: int, size
 
     is_held: a seat is free, and only `max_staleness` keeps it so. is_waited_for: by the trainer,
     for a step of `size` groups. num_with_signal: ready groups and finished ones; from `size` on
-    only the oldest answers lack.
+    only the oldest answers lack. Without a free seat this is only told
+    (`rollout/blocked_s`): it moves nothing, as such a move needs one.
     """
     return is_held or (is_waited_for and num_with_signal >= size)
 

@@ -162,6 +162,24 @@ def test_groups_of_a_saved_state_that_are_too_old_are_discarded_or_sampled_again
     assert queue.account.is_closed
 
 
+def test_discarded_groups_use_up_no_draws_of_their_batch():
+    """Of 3 waiting groups 2 are too old for a smaller bound: 3 more are found in 4 draws."""
+    sizes = dict(train=4, gen=4, max_gen=1)
+    before = make_queue(**sizes, max_staleness=3)
+    before.begin(1, weight_version=0)
+    draws = draw_all(before, 0, 3, version=0)
+    for draw, version in zip(draws, (0, 0, 2), strict=True):
+        before.add_finished(replace(make_group(draw, MIXED, version), version=version))
+    before.decide()
+    queue = make_queue(**sizes, max_staleness=1)
+    queue.load_state_dict(from_bytes(to_bytes(before.state_dict())))
+    queue.begin(4, weight_version=3)
+    assert queue.num_ready == 1 and queue.account.num_discarded == 2
+    run_gen_batch(queue, 3, [MIXED] * 3, version=3)
+    assert queue.is_ready() and indices(queue.take().groups) == [2, 3, 4, 5]
+    assert queue.account.is_closed
+
+
 def lower_to_zero(ahead, **sizes):
     """The queue of a run that goes on with max_staleness 0."""
     queue = make_queue(**sizes)

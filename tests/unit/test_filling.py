@@ -51,8 +51,16 @@ class Servers:
         raise Aborted("as the test has it")
 
 
-def make_filling(servers, sample_group, decide=lambda is_waited_for: None, num_responses=1, draw_s=0.0, **options):
-    queue = GroupQueue(QueueLimits(8, 8, 10, max_staleness=4), lambda samples: None)
+def make_filling(
+    servers,
+    sample_group,
+    decide=lambda is_waited_for: None,
+    num_responses=1,
+    draw_s=0.0,
+    max_staleness=4,
+    **options,
+):
+    queue = GroupQueue(QueueLimits(8, 8, 10, max_staleness=max_staleness), lambda samples: None)
     queue.begin(1, 0)
 
     def next_prompt():
@@ -73,6 +81,47 @@ async def begun(sampling):
 async def ended(task):
     task.cancel()
     await asyncio.wait({task})
+
+
+def test_open_groups_beyond_the_bound_cost_one_question_a_turn(monkeypatch):
+    """Of a state without samples, 60 are open behind the 40 places; each turn asks for the first of
+    them, and for a new draw only with a free slot."""
+
+    async def scenario():
+        servers = Servers(num_slots=10)
+        sampling, queue = make_filling(servers, servers.hold)
+        for _ in range(100):
+            queue.draw(Prompt(0, "key", (1,), "p", "test", "0"), 0)
+        task = await begun(sampling)
+        assert servers.num_requests == 40 and queue.num_open == 100
+        asked, may_start = [], queue.may_start
+        monkeypatch.setattr(queue, "may_start", lambda *words: asked.append(words[0]) or may_start(*words))
+        sampling._go_on()
+        assert asked == [40]
+        servers.num_slots = 50
+        sampling._go_on()
+        assert asked == [40, 40, 100] and queue.num_open == 100
+        assert sampling._held.is_on
+        await ended(task)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("max_staleness", "num_groups"), [(0, 8), (1, 16)])
+def test_slow_requests_block_the_run_once_a_slot_is_free_and_nothing_may_be_drawn(max_staleness, num_groups):
+    """With max_staleness 0 that is the end of a wave."""
+
+    async def scenario():
+        servers = Servers(num_slots=num_groups)
+        sampling, queue = make_filling(servers, servers.hold, max_staleness=max_staleness)
+        assert not servers.is_blocked(), "nothing is asked for"
+        task = await begun(sampling)
+        assert queue.num_open == servers.num_requests == num_groups and not servers.is_blocked()
+        servers.num_slots += 1
+        assert servers.is_blocked()
+        await ended(task)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("has_baseline", "num_groups"), [(False, 4), (True, 3)])

@@ -12,7 +12,17 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import simulate_fleet
-from benchmarks.simulate_fleet import CASES, LENGTHS, TOKEN_S, Case, ages, bias
+from benchmarks.simulate_fleet import (
+    CASES,
+    LENGTHS,
+    TOKEN_S,
+    Case,
+    acceptance_bias,
+    ages,
+    bias,
+    continued_lengths,
+    trained_lengths,
+)
 from megatron_dapo.commands.plan.simulated_server import Machines, SimulatedRequest, SimulatedServer, SpeedChange
 from megatron_dapo.commands.plan.simulation import Draw, Draws, Recipe, Simulation, random_draws
 from megatron_dapo.servers.fleet import restart_bias_bound
@@ -33,10 +43,6 @@ def simulated(case: Case, draws: Draws | None = None) -> Simulation:
     return simulation
 
 
-def bias_of(simulation: Simulation, case: Case):
-    return bias(simulation.trained, case.draws(), len(simulation.drawn), case.train_batch_size // SCALE)
-
-
 # ------------------------------------------------------------------------------------------ promises
 
 
@@ -46,17 +52,47 @@ def equal_step_s() -> float:
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("one at 1/4", 23.25 / 24), ("one at 1/10", 23.1 / 24)])
-def test_a_slow_server_costs_its_capacity_and_no_bias(name, capacity, equal_step_s):
+def test_a_slow_server_costs_its_capacity_and_changes_no_draw(name, capacity, equal_step_s):
     simulation = simulated(OF_NAME[name])
     assert 1 / simulation.speed.steps_per_s <= 1.05 * equal_step_s / capacity
-    beside_drawn = bias_of(simulation, OF_NAME[name])
-    assert beside_drawn.is_within(0.01), beside_drawn
     assert simulation.fleet.counts["moves"] > 0 and simulation.fleet.counts["restarts"] == 0
     assert max(ages(simulation.trained, OF_NAME[name].train_batch_size // SCALE)) <= 8
     numbers = [group.prompt.index for group in simulation.trained]
     with_signal = [number for number, draw in enumerate(simulation.drawn) if draw.has_signal]
     assert numbers == with_signal[: len(numbers)], "in the order of draws, none left out"
     assert simulation.queue.account.num_discarded == 0 and simulation.queue.account.is_closed
+    assert acceptance_bias(simulation.trained, OF_NAME[name].draws()) == pytest.approx(0)
+
+
+def taking_turns(factor: float | None, num_servers: int, seconds: float) -> tuple[SpeedChange, ...]:
+    """So many servers in turn change their speed, for so long."""
+    changes = []
+    for turn in range(int(400 * (NUM_STEPS + 18) / seconds)):
+        for server in (number % 24 for number in range(turn * num_servers, (turn + 1) * num_servers)):
+            changes.append(SpeedChange(turn * seconds, server, factor))
+            changes.append(SpeedChange((turn + 1) * seconds - 1, server, 1.0))
+    return tuple(sorted(changes, key=lambda change: change.at_s))
+
+
+def bias_of_continued(factor: float | None):
+    """Of responses that leave four servers at a time, each 200 s at this factor."""
+    case = Case("turns", taking_turns(factor, num_servers=4, seconds=200.0))
+    simulation = simulated(case)
+    assert (simulation.fleet.counts["restarts"] > 0) == (factor is None)
+    return bias(continued_lengths(simulation, case.draws()))
+
+
+def test_moved_responses_are_as_long_as_if_they_had_stayed():
+    moved = bias_of_continued(10.0)
+    assert moved.number > 2000 and moved.half_width < 0.03
+    assert moved.has_none, moved
+
+
+def test_responses_begun_anew_fail_the_same_check():
+    """Those under way are longer than others, by their variance over their mean."""
+    anew = bias_of_continued(None)
+    longer = 1 - LENGTHS.mean**2 / LENGTHS.mean_square
+    assert not anew.has_none and anew.length == pytest.approx(-longer, abs=0.1)
 
 
 def hedged(draws: Draws) -> Draws:
@@ -75,13 +111,13 @@ def hedged(draws: Draws) -> Draws:
     return draw
 
 
-def test_a_hedge_of_each_groups_last_response_fails_the_same_check():
+def test_a_hedge_of_each_groups_last_response_makes_all_more_than_a_hundredth_shorter():
     case = OF_NAME["all equal"]
-    beside_drawn = bias_of(simulated(case, hedged(case.draws())), case)
-    assert not beside_drawn.is_within(0.01) and beside_drawn.length < 0
+    beside_drawn = bias(trained_lengths(simulated(case, hedged(case.draws())).trained, case.draws()))
+    assert beside_drawn.length + beside_drawn.half_width < -0.01
 
 
-def test_one_loss_per_server_and_hour_fails_it_too_by_as_much_as_the_bound_says():
+def test_one_loss_per_server_and_hour_makes_responses_shorter_by_what_the_bound_says():
     source = random.Random(3)
     losses = []
     for server in range(24):
@@ -90,9 +126,9 @@ def test_one_loss_per_server_and_hour_fails_it_too_by_as_much_as_the_bound_says(
             losses += [SpeedChange(at_s, server, None), SpeedChange(at_s + 30, server, 1.0)]
             at_s += 30 + source.expovariate(1 / 3600)
     case = replace(OF_NAME["all equal"], changes=tuple(sorted(losses, key=lambda change: change.at_s)))
-    beside_drawn = bias_of(simulated(case), case)
+    beside_drawn = bias(trained_lengths(simulated(case).trained, case.draws()))
     bound = restart_bias_bound(1 / 3600, TOKEN_S, LENGTHS.mean, LENGTHS.mean_square)
-    assert not beside_drawn.is_within(0.01)
+    assert beside_drawn.length < -0.01
     assert beside_drawn.length == pytest.approx(-bound, abs=beside_drawn.half_width + 0.005)
 
 
@@ -111,6 +147,39 @@ def test_equal_servers_measured_with_noise_move_nothing_and_lose_no_time():
     assert looked_at.speed.steps_per_s == pytest.approx(not_looked_at.run().steps_per_s, rel=0.01)
     assert looked_at.fleet.counts["moves"] == looked_at.fleet.counts["slow"] == 0
     assert looked_at.fleet.largest_factor < 1.3
+
+
+def test_without_staleness_the_last_answers_of_a_wave_leave_a_slow_server():
+    """A wave ends with its longest answers: there a server at 1/4 would cost a seventh."""
+    equal = Case("equal", max_staleness=0)
+    slower = replace(equal, changes=OF_NAME["one at 1/4"].changes)
+    step_s = {}
+    for case in (equal, slower):
+        simulation = Simulation(case.machines(4), case.recipe(4, 6), case.draws())
+        step_s[case] = 1 / simulation.run().steps_per_s
+    assert step_s[slower] <= 1.05 * step_s[equal] * 24 / 23.25
+    assert simulation.fleet.counts["moves"] > 0
+
+
+def test_without_staleness_equal_servers_move_nothing_either():
+    """In full: on few seats chance alone makes servers uneven."""
+    case = Case("equal", max_staleness=0)
+    simulation = Simulation(case.machines(1), case.recipe(1, 1), case.draws())
+    simulation.run()
+    assert simulation.fleet.counts["moves"] == 0
+
+
+@pytest.mark.parametrize("factor", [None, math.inf])
+def test_a_simulation_without_any_server_left_ends_in_a_sentence(factor):
+    machines = Machines(1, 4, 0.01, 1.0, 0.1, changes=(SpeedChange(0.5, 0, factor),))
+    with pytest.raises(AssertionError, match="the trainer waits, and no request is in flight"):
+        Simulation(machines, Recipe(4, 4, 2, 0, 100), random_draws(LENGTHS, 1.0, 2, seed=1)).run()
+
+
+def test_a_simulation_waits_for_a_server_that_comes_back():
+    changes = (SpeedChange(0.5, 0, None), SpeedChange(500.0, 0, 1.0))
+    machines = Machines(1, 4, 0.01, 1.0, 0.1, changes=changes)
+    assert Simulation(machines, Recipe(4, 4, 2, 0, 1), random_draws(LENGTHS, 1.0, 2, seed=1)).run().steps_per_s > 0
 
 
 # ------------------------------------------------------------------------------------- moved tokens
@@ -209,7 +278,9 @@ def test_the_table_of_the_docs_is_the_committed_one():
         assert f"| {' | '.join(simulate_fleet.row(result))} |" in page
         of_case = OF_NAME[result["case"]]
         assert result["with_rules"]["oldest"] <= of_case.max_staleness
-        assert abs(result["with_rules"]["length_bias"]) < 0.01
+        # of ten intervals of 95 % one may miss 0 by chance: these are half as wide again
+        if not result["with_rules"]["num_restarts"]:
+            assert abs(result["with_rules"]["length_bias"]) <= 1.5 * result["with_rules"]["length_bias_half_width"]
 
 
 def test_the_page_shows_what_the_rules_are_worth():

@@ -51,6 +51,7 @@ def test_a_masked_group_keeps_its_place_in_the_step():
     queue = full_queue(masks=True)
     finish(queue, 1, WRONG)
     assert num_drawable(queue) == 0
+    assert queue.num_with_signal == 1, "of the next step, though marked"
 
 
 def test_without_verdicts_a_group_keeps_its_place_as_it_may_be_sampled_again():
@@ -64,8 +65,33 @@ def test_without_staleness_no_more_is_drawn_than_a_wave():
     queue = make_queue(train=2, gen=4, max_gen=0)
     queue.begin(1, weight_version=0)
     draw_all(queue, 0, queue.next_wave(), version=0)
+    assert queue.is_held(0), "free slots wait for the wave's last answers"
     finish(queue, 1, WRONG)
-    assert queue.next_wave() == 0
+    assert queue.next_wave() == 0 and queue.is_held(0)
+    for number in (0, 2, 3):
+        finish(queue, number, WRONG)
+    assert not queue.is_held(0) and queue.next_wave() > 0
+
+
+def test_free_slots_are_held_by_the_bound_and_by_nothing_else():
+    queue = full_queue()
+    assert queue.is_held(0)
+    finish(queue, 1, WRONG)
+    assert not queue.is_held(0)
+    assert num_drawable(queue) == 1 and queue.is_held(0) and not queue.is_held(1)
+
+
+def test_behind_a_late_head_the_open_draws_have_a_limit():
+    """Prompts without signal, one after the other: 4 (K + 1) groups a step, here 16."""
+    queue = full_queue()
+    for number in range(1, 1000):
+        if number >= queue.account.num_drawn:
+            break
+        finish(queue, number, WRONG)
+        num_drawable(queue)
+    assert queue.num_open == queue.account.num_drawn == 16
+    finish(queue, 0, WRONG)
+    assert queue.num_open == 0 and num_drawable(queue) == 4, "it was only late"
 
 
 @pytest.mark.parametrize("with_samples", [True, False])

@@ -151,6 +151,21 @@ def test_the_search_shows_the_ten_fastest_of_all_that_fit(small_search, monkeypa
         assert pasted.actor_rollout_ref.rollout.max_staleness == candidate.max_staleness
 
 
+@pytest.mark.parametrize(("seconds", "is_tried"), [(109.0, True), (111.0, False)])
+def test_the_search_tries_all_that_chance_could_make_faster(seconds, is_tried, monkeypatch, small_search):
+    """A step of 100 s is the last one shown; the next candidate's bound is above it."""
+    source, config = small_search
+    offered = [
+        search.Candidate({}, SimpleNamespace(step=100.0), None, 0, 99.0),
+        search.Candidate({}, SimpleNamespace(step=95.0), None, 0, seconds),
+    ]
+    monkeypatch.setattr(search, "candidates", lambda *_: offered)
+    monkeypatch.setattr(search, "step_recipe", lambda config, _: config)
+    monkeypatch.setattr(search, "step_time", lambda parts, recipe, *_: recipe)
+    ((_, best),) = search.search(source, config, assumptions(), (0,), number=1)
+    assert best.step == (95.0 if is_tried else 100.0)
+
+
 def test_the_search_tries_context_parallel_sizes_that_a_run_would_accept(small_search):
     source, config = small_search
     layouts = [keys for _, keys in search._layouts(source, config, assumptions())]

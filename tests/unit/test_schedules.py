@@ -244,6 +244,7 @@ class Schedule:
         self.num_beyond = max(self.num_beyond, account.num_open - largest)
         # a run that allowed more may leave more
         assert num_open <= largest or self.has_changed, "a burst"
+        assert account.num_open <= 4 * largest or not limits.max_staleness or self.has_changed, "too many drawn"
 
     def expected_batches(self) -> list[list[int]]:
         """With max_staleness above 0: the groups with signal in the order of draws,

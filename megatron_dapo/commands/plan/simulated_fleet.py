@@ -44,8 +44,13 @@ class SimulatedFleet:
 
     @property
     def next_event(self) -> float:
-        """Return the time of the next look or change of speed; infinite without one."""
-        return min(self._next_look, self._changes[0].at_s if self._changes else math.inf)
+        """Return the time of the next look or change of speed; infinite without one.
+
+        Looks bring no lost server back: without any at work they are no events.
+        """
+        next_change = self._changes[0].at_s if self._changes else math.inf
+        has_server = any(not server.is_down for server in self.servers)
+        return min(self._next_look, next_change) if has_server else next_change
 
     def change(self, now: float) -> bool:
         """Take in the changes of speed until now; return whether to look at the servers."""

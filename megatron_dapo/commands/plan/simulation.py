@@ -20,8 +20,9 @@ from megatron_dapo.commands.plan.simulated_server import Machines, SimulatedRequ
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
+from megatron_dapo.queue.account import Account
 from megatron_dapo.queue.group_filter import by_correctness
-from megatron_dapo.queue.group_queue import Account, FilterReason, GroupQueue, QueueLimits
+from megatron_dapo.queue.group_queue import FilterReason, GroupQueue, QueueLimits
 from megatron_dapo.servers import fleet
 
 
@@ -84,8 +85,8 @@ class Simulation:
     """One run: the trainer requests batches, trains and pushes; the servers write between these
     moments.
 
-    `drawn`, `trained` and `step_s`: all groups and steps so far, for comparisons. filter_reason: as
-    in `GroupQueue`.
+    `drawn`, `trained`, `continued` and `step_s`: all groups, answers and steps so far, for
+    comparisons. filter_reason: as in `GroupQueue`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Simulation:
         self.step_s: list[float] = []
         self.drawn: list[Draw] = []
         self.trained: list[Group] = []
+        self.continued: list[SimulatedRequest] = []  # whose answers were moved or begun anew
 
     def run(self) -> Speed:
         """Return the measurements of the steps after the warm-up."""
@@ -175,7 +177,7 @@ class Simulation:
         """Look at the servers. is_asked: the trainer waits."""
         queue = self.queue
         is_blocked = fleet.is_blocked(
-            is_held=self.fleet.has_free_seat() and not queue.may_start(queue.num_open, self._confirmed),
+            is_held=self.fleet.has_free_seat() and queue.is_held(self._confirmed),
             is_waited_for=is_asked,
             num_with_signal=queue.num_with_signal,
             size=self._recipe.train_batch_size,
@@ -200,6 +202,8 @@ class Simulation:
 
     def _end(self, request: SimulatedRequest, num_tokens: Mapping[int, int]) -> None:
         """Take in an answer."""
+        if request.attempt:
+            self.continued.append(request)
         samples = self._samples[request.uid]
         samples.append(_sample(request, num_tokens))
         if len(samples) == self._recipe.n:
