@@ -130,13 +130,14 @@ def nursery(variables: tuple[tuple[str, str], ...]) -> ServerNursery:
 
 
 def _start_nursery(path: Path, owner: str, environment: Mapping[str, str]) -> None:
-    """Start it, and wait until it takes connections."""
+    """Start it, and wait until it takes connections. Raise AssertionError with its log if it does not."""
     command = [sys.executable, "-m", "tests.server_nursery", str(path), owner]
     with path.with_suffix(".log").open("w") as log:  # nobody's output waits for its end
         pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        process = START(command, cwd=REPOSITORY, env=environment, start_new_session=True, **pipes)
+        START(command, cwd=REPOSITORY, env=environment, start_new_session=True, **pipes).wait()
+    deadline = time.monotonic() + 300
     while not path.exists():
-        assert process.poll() is None, path.with_suffix(".log").read_text()
+        assert time.monotonic() < deadline, path.with_suffix(".log").read_text()
         time.sleep(0.02)
 
 

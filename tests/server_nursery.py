@@ -111,6 +111,8 @@ def listen(path: str) -> socket.socket:
 
 def main() -> int:
     path, owner = sys.argv[1], int(sys.argv[2])
+    if os.fork():  # it is no descendant of a launcher, whose end others may wait for or bring about
+        os._exit(0)
     import_sglang()
     # it finds the place of titles by the variables at the start of the process
     setproctitle.getproctitle()
