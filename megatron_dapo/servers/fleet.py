@@ -42,7 +42,8 @@ class TokenTime:
         return num_requests / tokens_per_s / self.token_s(1.0, num_requests)
 
 
-# By the plan for a 32B model at TP 4; an error of it changes picks only.
+# By the plan for a 32B model at TP 4. An error of the ratio changes factors, seats, picks and moves
+# of unequal servers; docs/rollout.md has a row with twice the ratio.
 TOKEN_TIME = TokenTime(66.0, 1.0)
 
 
