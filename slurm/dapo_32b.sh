@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Qwen2.5-32B by DAPO, the reference run (configs/dapo_32b.yaml): 8 trainer and 8 server nodes of 8 GPUs of 80 GB.
-#   sbatch slurm/dapo_32b.sh [key=value ...]         its settings are in slurm/body.sh; DRY_RUN=1 bash slurm/dapo_32b.sh
-#   CONFIG=configs/dapo_32b_async.yaml sbatch slurm/dapo_32b.sh         4 trainer and 12 server nodes that work at once
+# Qwen2.5-32B by DAPO, the reference run, on 16 nodes of 8 GPUs of 80 GB. They train and sample in turns, a mode that no GPU
+# has run yet: try slurm/one_node.sh first. DRY_RUN=1 prints days and jobs of each; settings are in slurm/body.sh.
+#   sbatch slurm/dapo_32b.sh [key=value ...]                            all nodes do both: configs/dapo_32b_in_turns.yaml
+#   CONFIG=configs/dapo_32b.yaml sbatch slurm/dapo_32b.sh               8 train, then 8 sample: the same algorithm, slower
+#   CONFIG=configs/dapo_32b_async.yaml sbatch slurm/dapo_32b.sh         4 train while 12 sample: tokens up to 16 steps old
 #SBATCH --job-name=dapo_32b
 #SBATCH --nodes=16
 #SBATCH --ntasks-per-node=1
@@ -20,5 +22,5 @@ set -euo pipefail
 [ -f slurm/body.sh ] || cd "$(dirname "$0")/.."
 [ -f slurm/body.sh ] || { echo "FAILED (2): submit this from the folder of the repository" >&2; exit 2; }
 
-export CONFIG=${CONFIG:-configs/dapo_32b.yaml} NOTICE_S=${NOTICE_S:-7200} TIME_LIMIT=${TIME_LIMIT:-24:00:00}
+export CONFIG=${CONFIG:-configs/dapo_32b_in_turns.yaml} NOTICE_S=${NOTICE_S:-7200} TIME_LIMIT=${TIME_LIMIT:-24:00:00}
 exec bash slurm/body.sh "$@"

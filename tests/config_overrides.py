@@ -33,6 +33,15 @@ def overrides(text: str) -> list[str]:
     return whole
 
 
+# Layouts of a trainer that numbers worked out by hand are of, in place of a recipe's.
+ALL_RECOMPUTED = overrides(
+    "megatron.context_parallel_size=1 megatron.recompute_granularity=full"
+    " megatron.recompute_method=uniform megatron.recompute_num_layers=1"
+)
+TP4 = [*overrides("tp=4"), *ALL_RECOMPUTED]
+TP8_PP2 = [*overrides("tp=8 pp=2"), *ALL_RECOMPUTED]
+
+
 def mistakes(text: str, **options) -> list[str]:
     options = {"model_json": MODEL_JSON, "check_files": False} | options
     try:

@@ -22,6 +22,7 @@ from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.samples import Group
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.queue.step_statistics import RolloutStep
@@ -98,7 +99,7 @@ def test_the_figures_of_the_docs_are_the_committed_ones():
 
 def test_the_page_and_the_plan_say_the_same_of_the_async_recipe():
     """Both have the plan's speeds; the plan simulates fewer requests, and for fewer steps."""
-    config = load_config(recipe("dapo_32b_async"))
+    config = settled(load_config(recipe("dapo_32b_async")), simulate_async_recipe.SPEC)
     (of_config,) = [
         result
         for result in committed("async_recipe")["results"]

@@ -13,8 +13,10 @@ from megatron_dapo.config.derived import parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
+from tests.config_overrides import TP8_PP2
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit
@@ -87,6 +89,7 @@ def test_the_sizing_table_is_the_memory_estimates():
         config = load_config(
             ROOT / "configs" / "dapo_32b.yaml",
             [
+                *TP8_PP2,
                 f"trainer.nnodes={nodes}",
                 f"actor_rollout_ref.actor.megatron.tensor_model_parallel_size={tp}",
                 f"actor_rollout_ref.actor.megatron.pipeline_model_parallel_size={pp}",
@@ -103,8 +106,8 @@ def test_the_sizing_table_is_the_memory_estimates():
 @pytest.mark.parametrize("size", ["30B-A3B", "235B-A22B"])
 def test_the_table_of_mixtures_is_their_recipes(size):
     (line,) = re.findall(rf"^\| {size} \|([ \d|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
-    config = load_config(ROOT / "configs" / f"dapo_qwen3_{size.lower().replace('-', '_')}.yaml")
     spec = model_spec(model_json_named(f"qwen3-{size}"))
+    config = settled(load_config(ROOT / "configs" / f"dapo_qwen3_{size.lower().replace('-', '_')}.yaml"), spec)
     sizes = parallel_sizes(config)
     servers = config.actor_rollout_ref.rollout.server
     server = server_memory(config, spec)

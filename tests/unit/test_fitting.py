@@ -26,6 +26,7 @@ from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
 from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.spec_reader import model_spec
+from tests.config_overrides import TP8_PP2
 
 pytestmark = pytest.mark.unit
 
@@ -135,7 +136,7 @@ def rows_of_the_page() -> list[list[str]]:
 
 
 def test_the_page_says_which_models_fit_which_nodes():
-    config = load_config(ROOT / "configs" / "dapo_32b.yaml")
+    config = load_config(ROOT / "configs" / "dapo_32b.yaml", TP8_PP2)
     rows = rows_of_the_page()
     families = {architecture for row in rows for architecture in MODEL_SHAPES[row[0]]["architectures"]}
     assert families == {architecture for shape in MODEL_SHAPES.values() for architecture in shape["architectures"]}

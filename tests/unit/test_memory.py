@@ -30,6 +30,7 @@ from megatron_dapo.estimates.memory import (
     weight_sync_bytes,
 )
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import server_memory
 from megatron_dapo.huggingface.lora_settings import lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -38,6 +39,7 @@ from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS
 from megatron_dapo.kernels.linear_logprob import linear_logprob_entropy
 from megatron_dapo.models.lora import adapter_tensors
+from tests.config_overrides import ALL_RECOMPUTED, TP4, TP8_PP2
 from tests.families import FAMILIES
 from tests.model_json import MODEL_JSON, QWEN2_5_7B, QWEN2_5_32B
 from tests.tiny_models import tiny_config
@@ -51,8 +53,15 @@ MEGATRON = f"{ACTOR}.megatron"
 ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
 
+BY_HAND = {
+    "dapo_32b.yaml": [*TP8_PP2, "actor_rollout_ref.rollout.server.tensor_model_parallel_size=4"],
+    "dapo_7b.yaml": TP4,
+}
+
+
 def recipe(name: str, *overrides: str):
-    return load_config(CONFIGS / name, list(overrides)), model_spec(RECIPES[name])
+    """Return a recipe in the layout of the numbers below, and its model."""
+    return load_config(CONFIGS / name, [*BY_HAND.get(name, []), *overrides]), model_spec(RECIPES[name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,7 +145,8 @@ def test_the_composed_head_without_kernels_holds_what_is_estimated(dtype):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_recipes_fit_80_gb(name):
-    config, spec = recipe(name)
+    spec = model_spec(RECIPES[name])
+    config = settled(load_config(CONFIGS / name), spec, spec if name.startswith("ppo") else None)
     assert not shortage(config, spec)
     assert 0.2 * 80 * GB < trainer_memory(config, spec).total < 74 * GB, "a recipe of a whole cluster is not a toy"
 
@@ -234,7 +244,7 @@ def written(folder: Path, sizes: dict) -> str:
 
 
 def test_the_process_plan_shows_it(tmp_path):
-    config = load_config(CONFIGS / "dapo_32b.yaml", [written(tmp_path, QWEN2_5_32B)])
+    config = load_config(CONFIGS / "dapo_32b.yaml", [*BY_HAND["dapo_32b.yaml"], written(tmp_path, QWEN2_5_32B)])
     text = process_plan(config)
     total = trainer_memory(config, model_spec(QWEN2_5_32B)).total / GB
     parts = "gradients 8.2, optimizer 6.1, weight sync 5.3, weights 4.1"
@@ -326,7 +336,9 @@ def test_smaller_buckets_are_the_cure_only_where_they_suffice(gigabytes, mb, cur
     keys = [f"{MEGATRON}.{name}={size}" for name, size in sizes.items()]
     keys += ["trainer.nnodes=64", f"trainer.gpu_memory_gb={gigabytes}", f"weight_sync.bucket_size_mb={mb}"]
     keys.append("trainer.gpu_reserve_gb=0")
-    sentence = shortage(load_config(CONFIGS / "dapo_32b.yaml", keys), model_spec(MODEL_SHAPES["gpt-oss-120b"]))[0]
+    sentence = shortage(
+        load_config(CONFIGS / "dapo_32b.yaml", [*TP8_PP2, *keys]), model_spec(MODEL_SHAPES["gpt-oss-120b"])
+    )[0]
     assert f"for weight sync, above trainer.gpu_memory_gb {gigabytes}; {cure}" in sentence
 
 
@@ -359,7 +371,7 @@ def test_user_buffers_hold_a_whole_micro_batch_for_each_kind_of_product():
     spec = model_spec(QWEN2_5_32B)
     keys = (f"{MEGATRON}.tp_comm_overlap=true", "actor_rollout_ref.actor.max_tokens_per_microbatch=22528")
     for cp, tokens in ((1, 22528), (2, 11264)):
-        config = load_config(CONFIGS / "dapo_32b.yaml", [*keys, f"{MEGATRON}.context_parallel_size={cp}"])
+        config = load_config(CONFIGS / "dapo_32b.yaml", [*TP8_PP2, *keys, f"{MEGATRON}.context_parallel_size={cp}"])
         assert trainer_memory(config, spec).by_name["user buffers"] == 12 * tokens * 5120 * 2
     assert "user buffers" not in trainer_memory(load_config(CONFIGS / "dapo_32b.yaml"), spec).by_name
 
@@ -370,7 +382,7 @@ def test_replayed_experts_take_the_hosts_memory_and_a_micro_batch_on_the_gpu(nam
     choices of 2 bytes in each of 48 layers, or of the 16 of a middle stage, and 8 ranks on a
     node."""
     keys = [f"{ACTOR}.router_replay={mode}"]
-    off, on = (load_config(CONFIGS / f"dapo_qwen3_{name}.yaml", overrides) for overrides in ([], keys))
+    off, on = (load_config(CONFIGS / f"dapo_qwen3_{name}.yaml", ALL_RECOMPUTED + more) for more in ([], keys))
     spec = model_spec(MODEL_SHAPES[f"qwen3-{name.replace('_', '-')}"])
     layers = 48 if name == "30b_a3b" else 16
     parts = trainer_memory(on, spec)

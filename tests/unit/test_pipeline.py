@@ -26,6 +26,7 @@ from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split, spli
 from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.models.build import megatron_layout
+from tests.config_overrides import TP8_PP2
 from tests.unit.test_plan_time import HALF, SLOW, SMALL, THREE_TOKENS
 
 pytestmark = pytest.mark.unit
@@ -132,7 +133,7 @@ def test_the_layers_of_the_chunks_are_these(num_layers, stages, chunks, words):
 
 
 def config_of(*overrides: str):
-    return load_config(recipe("dapo_32b"), [f"{MEGATRON}.{override}" for override in overrides])
+    return load_config(recipe("dapo_32b"), [*TP8_PP2, *(f"{MEGATRON}.{override}" for override in overrides)])
 
 
 def test_memory_counts_the_layers_of_each_stage():

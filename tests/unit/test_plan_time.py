@@ -35,8 +35,11 @@ from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.lora_settings import LINEAR_MODULES, LoraSettings
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.huggingface.windows import Windows
+from tests.config_overrides import TP8_PP2
 
 pytestmark = pytest.mark.unit
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
 
 # of the checkpoints' model.safetensors.index.json, or of the model cards
 PUBLISHED_PARAMETERS = {
@@ -288,8 +291,7 @@ def test_the_plan_of_a_recipe_takes_longer_with_an_offloaded_optimizer():
     spec = model_spec(model_json_named("qwen2.5-32b"))
     names = ("0.0", "0.5")
     configs = [
-        load_config(recipe("dapo_32b"), [f"actor_rollout_ref.actor.megatron.optimizer_offload_fraction={name}"])
-        for name in names
+        load_config(recipe("dapo_32b"), [*TP8_PP2, f"{MEGATRON}.optimizer_offload_fraction={name}"]) for name in names
     ]
     parameters = num_parameters(spec, ParallelSizes(8, 2, None, 64), 1)
     kept, offloaded = (
@@ -394,7 +396,7 @@ def test_a_pipeline_idles_for_all_but_one_of_its_stages_in_micro_batches(vpp, ch
     ],
 )
 def test_what_is_recomputed_follows_from_the_config(keys, share):
-    config = load_config(recipe("dapo_32b"), [f"actor_rollout_ref.actor.megatron.{key}" for key in keys])
+    config = load_config(recipe("dapo_32b"), [*TP8_PP2, *(f"{MEGATRON}.{key}" for key in keys)])
     assert recomputed_share(config, model_spec(model_json_named("qwen2.5-32b"))) == pytest.approx(share)
 
 

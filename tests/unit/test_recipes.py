@@ -164,17 +164,16 @@ PUBLISHED = {
 }
 # Trainer nodes, server nodes, (TP, PP, DP), servers,
 # GPUs per server: all GPUs of 8 per node are used.
-NODES = {"dapo_32b.yaml": (8, 8, (8, 2, 4), 16, 4), "dapo_7b.yaml": (1, 1, (4, 1, 2), 8, 1)}
+NODES = {"dapo_32b.yaml": (8, 8, (4, 4, 2), 8, 8), "dapo_7b.yaml": (1, 1, (2, 1, 1), 2, 4)}
 # Changes made by sampling beside training: steps of a quarter of the size, four times the number.
 # Also the split of the nodes, and the allowed age of a group.
 ASYNCHRONOUS = {
     "data.train_batch_size": (512, 128),
     "data.gen_batch_size": (1536, 384),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": (20, 80),
-    "actor_rollout_ref.rollout.max_staleness": (0, 8),
-    "actor_rollout_ref.rollout.max_concurrency": (512, 128),
+    "actor_rollout_ref.rollout.max_staleness": (0, 4),
     "actor_rollout_ref.rollout.server.nnodes": (8, 12),
-    "actor_rollout_ref.rollout.server.num_servers": (16, 24),
+    "actor_rollout_ref.rollout.server.num_servers": (8, 12),
     "trainer.experiment_name": ("dapo_32b", "dapo_32b_async"),
     "trainer.nnodes": (8, 4),
     "trainer.total_training_steps": (500, 2000),
@@ -236,6 +235,27 @@ def test_the_asynchronous_recipe_differs_from_the_synchronous_one_by_steps_split
     assert both == ASYNCHRONOUS
 
 
+# Changes made by training and sampling on the same GPUs.
+IN_TURNS = {
+    "actor_rollout_ref.hybrid_engine": (False, True),
+    "actor_rollout_ref.rollout.max_concurrency": (288, 240),
+    "actor_rollout_ref.rollout.server.nnodes": (8, 0),
+    "actor_rollout_ref.rollout.server.num_servers": (8, 16),
+    "trainer.experiment_name": ("dapo_32b", "dapo_32b_in_turns"),
+    "trainer.nnodes": (8, 16),
+}
+
+
+def test_the_recipe_in_turns_is_the_reference_run_on_as_many_nodes():
+    apart, in_turns = (values(recipe(name).model_dump()) for name in ("dapo_32b.yaml", "dapo_32b_in_turns.yaml"))
+    assert {key: (value, in_turns[key]) for key, value in apart.items() if in_turns[key] != value} == IN_TURNS
+    config = recipe("dapo_32b_in_turns.yaml")
+    server = config.actor_rollout_ref.rollout.server
+    assert world_size(config) == server.num_servers * server.tensor_model_parallel_size == 128
+    spec = model_spec(QWEN2_5_32B)
+    assert shortage(settled(config, spec), spec) == []
+
+
 def test_the_asynchronous_recipe_takes_as_many_optimizer_steps_on_as_many_nodes_and_its_plan_says_the_age():
     synchronous, asynchronous = recipe("dapo_32b.yaml"), recipe("dapo_32b_async.yaml")
     for config in (synchronous, asynchronous):
@@ -244,13 +264,13 @@ def test_the_asynchronous_recipe_takes_as_many_optimizer_steps_on_as_many_nodes_
         assert server.num_servers * server.tensor_model_parallel_size == 8 * server.nnodes
         assert num_optimizer_steps_per_rollout_step(config) * config.trainer.total_training_steps == 8000
     sizes = parallel_sizes(asynchronous)
-    assert (sizes.tp, sizes.pp, sizes.dp) == (8, 2, 2)
+    assert (sizes.tp, sizes.pp, sizes.cp, sizes.dp) == (4, 4, 2, 1)
     assert num_optimizer_steps_per_rollout_step(asynchronous) == 4
     plan = process_plan(asynchronous)
     for words in (
-        "staleness     max_staleness 8 weight versions: when a step begins to train on a token",
-        "it is at most 32 optimizer steps old",  # 8 x 4
-        "at most 1152 groups are drawn and not yet trained on",  # 9 x 128
+        "staleness     max_staleness 4 weight versions: when a step begins to train on a token",
+        "it is at most 16 optimizer steps old",  # 4 x 4
+        "at most 640 groups are drawn and not yet trained on",  # 5 x 128
         "32 ranks train (25%), 96 sample",
         "prompts drawn one by one; 384 count as a gen batch",
     ):
@@ -263,7 +283,7 @@ def test_the_asynchronous_recipe_takes_as_many_optimizer_steps_on_as_many_nodes_
 # (TP, PP, DP, EP), layers of the chunks, GB of the fullest GPU, samples of full length that a
 # server's cache holds
 MIXTURES = {
-    "dapo_qwen3_30b_a3b.yaml": ((4, 1, 4, 8), "48", 55, 90),
+    "dapo_qwen3_30b_a3b.yaml": ((4, 1, 4, 8), "48", 74, 90),
     "dapo_qwen3_235b_a22b.yaml": ((4, 6, 4, 8), "15, 4 x 16, 15", 72, 10),
 }
 # differences of a mixture's recipe from dapo_32b.yaml: nothing of the algorithm
@@ -275,10 +295,11 @@ OTHERWISE = re.compile(
 @pytest.mark.parametrize("name", MIXTURES)
 def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit_into_memory(name):
     reference, config = recipe("dapo_32b.yaml"), recipe(name)
+    spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
     other = {key for key, value in values(config.model_dump()).items() if values(reference.model_dump())[key] != value}
     assert all(OTHERWISE.fullmatch(key) for key in other), other
     parallel, layers, trainer_gb, num_samples = MIXTURES[name]
-    spec, sizes = model_spec(MODELS[config.actor_rollout_ref.model.path]), parallel_sizes(config)
+    config, sizes = settled(config, spec), parallel_sizes(config)
     assert (sizes.tp, sizes.pp, sizes.dp, sizes.ep) == parallel and str(split_of(spec, sizes)) == layers
     server = config.actor_rollout_ref.rollout.server
     assert server.num_servers * server.tensor_model_parallel_size == 8 * server.nnodes

@@ -16,6 +16,7 @@ from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.recompute import in_words, recomputed_share, settled
 from megatron_dapo.huggingface.spec_reader import model_spec
+from tests.config_overrides import TP8_PP2
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -25,7 +26,7 @@ BLOCK = {"recompute_granularity": "full", "recompute_method": "block"}
 SPEC = model_spec(model_json_named("qwen2.5-32b"))
 
 
-RECIPE = load_config(recipe("dapo_32b"))
+RECIPE = load_config(recipe("dapo_32b"), TP8_PP2)
 
 
 def with_gpus_of(gigabytes: float, **keys: object):

@@ -28,6 +28,7 @@ from megatron_dapo.estimates.server_memory import (
     server_share,
 )
 from megatron_dapo.huggingface.spec_reader import model_spec
+from tests.config_overrides import ALL_RECOMPUTED, TP4, TP8_PP2
 
 pytestmark = pytest.mark.unit
 
@@ -68,9 +69,11 @@ EXPERTS = "dapo_qwen3_30b_a3b"
 ROWS = (
     Row("dapo_7b", "qwen2.5-1.5b", 1, (1, 1), (3.1, 6.2, 18.5), 3.5, 37.5, 11, 0.80, (61, 2.1), 21.6, 22, 362,
         ON_ONE_GPU),
-    Row("dapo_7b", "qwen2.5-7b", 1, (4, 2), (3.8, 7.6, 11.4), 12, 39, 26, 0.70, (48, 1.7), 15.2, 122, 4180),
+    Row("dapo_7b", "qwen2.5-7b", 1, (4, 2), (3.8, 7.6, 11.4), 12, 39, 26, 0.70, (48, 1.7), 15.2, 122, 4180,
+        tuple(TP4)),
     Row(EXPERTS, "qwen3-30b-a3b", 1, (2, 4), (8.0, 16.1, 45.8), 14, 87.5, 42, 0.68, (39, 1.6), 8.0, 64, 6737),
-    Row("dapo_32b", "qwen2.5-32b", 16, (32, 4), (4.1, 8.2, 3.1), 12, 31, 38, 0.70, (40, 0.60), 7.2, 58, 1620),
+    Row("dapo_32b", "qwen2.5-32b", 16, (32, 4), (4.1, 8.2, 3.1), 12, 31, 38, 0.70, (40, 0.60), 7.2, 58, 1620,
+        tuple(TP8_PP2)),
 )  # fmt: skip
 OFFLOADED = f"{MEGATRON}.optimizer_offload_fraction=1.0"
 
@@ -80,7 +83,7 @@ def shared(row: Row, *overrides: str):
     number, tp = row.servers
     keys = ["actor_rollout_ref.hybrid_engine=true", f"trainer.nnodes={row.nodes}", f"{SERVER}.nnodes=0"]
     keys += [f"{SERVER}.num_servers={number}", f"{SERVER}.tensor_model_parallel_size={tp}"]
-    config = load_config(recipe(row.recipe), [*keys, *row.overrides, *overrides])
+    config = load_config(recipe(row.recipe), [*ALL_RECOMPUTED, *keys, *row.overrides, *overrides])
     return config, model_spec(model_json_named(row.model))
 
 

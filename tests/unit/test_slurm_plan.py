@@ -304,13 +304,13 @@ def test_a_dry_run_on_a_laptop_estimates_memory_by_the_published_shape(capsys):
     shown = capsys.readouterr().out
     assert "not estimated" not in shown
     assert "of the published shape of qwen2.5-32b, since models/Qwen2.5-32B is not here" in shown
-    assert "server: weights 16.4 GB per GPU" in shown  # 65.5 GB over 4 GPUs
+    assert "server: weights 8.2 GB per GPU" in shown  # 65.5 GB over 8 GPUs
     assert main(dry_run_of("dapo_32b", "actor_rollout_ref.model.path=models/our-own")) == 2
     assert "not estimated: the model's config.json is not in models/our-own" in capsys.readouterr().out
 
 
 def test_a_dry_run_names_the_mistakes_of_job_files_model_and_memory_together(capsys):
-    wrong = ("trainer.gpu_memory_gb=20", f"{SERVER}.nnodes=0", "data.val_files=[]", "trainer.test_freq=-1")
+    wrong = ("trainer.gpu_memory_gb=10", f"{SERVER}.nnodes=0", "data.val_files=[]", "trainer.test_freq=-1")
     assert main(dry_run_of("dapo_32b", *wrong)) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("5 mistakes to correct:")

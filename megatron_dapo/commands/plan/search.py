@@ -1,18 +1,22 @@
 """Searches the fastest layouts and splits of a config's GPUs that fit into memory: several nodes,
 one node, or one GPU."""
 
+import heapq
 import itertools
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.fitting import SERVER_TP, changed_overrides, cuts_server, layout_keys, mini_batches
 from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD
+from megatron_dapo.commands.plan.simulated_server import Machines
+from megatron_dapo.commands.plan.simulation import Recipe, Speed
 from megatron_dapo.commands.plan.step_time import (
     Assumptions,
     PhaseTimes,
@@ -40,6 +44,7 @@ from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.recompute import NOTHING, least_that_fits
 from megatron_dapo.estimates.server_memory import push_memory, server_memory
@@ -87,9 +92,20 @@ class ConfigSource:
 
     @cached_property
     def simulate(self) -> Simulate:
-        """Return a simulation of half of the plan's requests. It does not repeat itself: with K = 0
-        all layouts wait alike."""
-        return cache(partial(simulated, part_of_requests=0.5))
+        """Return a simulation of half of the plan's requests. It does not repeat itself: with
+        K = 0 all layouts wait alike, with K above 0 those as fast to one in a hundred."""
+        speeds: dict[Any, list[tuple[float, Speed]]] = defaultdict(list)
+
+        def simulate(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
+            train_s = machines.train_s
+            known = speeds[replace(machines, train_s=0.0), recipe, responses, acceptance]
+            near = (speed for other_s, speed in known if math.isclose(other_s, train_s, rel_tol=0.01))
+            if (speed := next(near, None)) is None:
+                speed = simulated(machines, recipe, responses, acceptance, part_of_requests=0.5)
+                known.append((train_s, speed))
+            return speed
+
+        return simulate
 
     @cached_property
     def as_read(self) -> Config:
@@ -123,16 +139,26 @@ def search(
 
     Exact among the candidates: they are simulated in the order of a lower bound of their step. The
     search goes on until none of the rest can be faster than the last one shown, at the largest
-    chance of a simulation. kind: keys of all candidates. number: None: NUM_SHOWN.
+    chance of a simulation. A smaller K above 0 is taken to be no faster. kind: keys of all
+    candidates. number: None: NUM_SHOWN.
     """
     number = number or NUM_SHOWN
-    ordered = sorted(candidates(source, config, assumed, staleness, kind), key=lambda candidate: candidate.bound_s)
+    every = enumerate(candidates(source, config, assumed, staleness, kind))
+    waiting = [(each.bound_s, -each.max_staleness, position, each) for position, each in every]
+    heapq.heapify(waiting)
     best: list[tuple[Candidate, StepTime]] = []
-    for candidate in ordered:
-        if len(best) == number and candidate.bound_s >= _CHANCE * best[-1][1].step:
+    with_larger_k: dict[int, float] = {}  # of the same layout and split: seconds of a step
+    while waiting:
+        bound_s, *order, candidate = heapq.heappop(waiting)
+        if len(best) == number and bound_s >= _CHANCE * best[-1][1].step:
             break
-        recipe = step_recipe(candidate.config, candidate.max_staleness)
-        time = step_time(candidate.parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
+        parts, age = candidate.parts, candidate.max_staleness
+        if age and (least_s := with_larger_k.get(id(parts), 0.0)) > bound_s:
+            heapq.heappush(waiting, (least_s, *order, candidate))
+            continue
+        recipe = step_recipe(candidate.config, age)
+        time = step_time(parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
+        with_larger_k[id(parts)] = time.step
         best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:number]
     return best
 
