@@ -119,7 +119,7 @@ def small_search(monkeypatch):
     monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
     monkeypatch.setattr(step_time, "MEASURED_STEPS", 1)
     overrides = ("trainer.nnodes=2", "actor_rollout_ref.rollout.server.nnodes=2", "data.train_batch_size=64")
-    overrides += ("actor_rollout_ref.rollout.server.num_servers=16", "data.gen_batch_size=192")
+    overrides += ("actor_rollout_ref.rollout.server.num_servers=4", "data.gen_batch_size=192")
     source = ConfigSource(Path(recipe("dapo_7b")), overrides, model_json_named("qwen2.5-7b"))
     return source, load_config(source.path, list(overrides))
 
