@@ -236,7 +236,7 @@ class SGLangClient:
         return await self._request("GET", HealthCheck.SCHEDULER_ANSWERS, None, timeout_s)
 
     async def load(self, timeout_s: float = CALL_TIMEOUT_S) -> Load:
-        """Return what its requests use of it now, and the work that it has done."""
+        """Return the use of its memory by requests now, and its work so far."""
         answer = await self._request("GET", _LOADS, None, timeout_s)
         try:
             return Load.of(answer)
