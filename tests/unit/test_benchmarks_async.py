@@ -135,20 +135,20 @@ def test_the_simulated_age_does_not_depend_on_how_long_the_run_had_gone_on():
     a whole optimizer step."""
     for result in committed("async_recipe")["results"]:
         first, second = result["mean_age_of_halves"]
-        assert abs(first - second) < 0.5, result
+        assert abs(first - second) < 1, result
         assert result["mean_age"] <= result["max_staleness"] * result["train_batch_size"] / 32
 
 
 def test_the_simulated_servers_take_what_the_recipe_lets_them_take_and_their_caches_hold(tmp_path):
     """A running response is half written on the average,
     and long ones run for longer: E[L^2] / 2 E[L] tokens."""
-    assert committed("async_recipe")["slots_per_server"] == simulate_async_recipe.ROLLOUT.max_concurrency == 128
+    assert committed("async_recipe")["slots_per_server"] == simulate_async_recipe.ROLLOUT.max_concurrency == 288
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_32B))
     cache = server_memory(simulate_async_recipe.CONFIG, read_model_spec(str(tmp_path)))
     source = random.Random(0)
     lengths = [simulate_async_recipe.LENGTHS.sample(source) for _ in range(100_000)]
     num_tokens = sum(length * length for length in lengths) / (2 * sum(lengths))
-    assert 128 * num_tokens < cache.num_tokens
+    assert 288 * num_tokens < cache.num_tokens
 
 
 def test_an_answer_has_as_many_tokens_of_each_version_as_were_written_between_the_pushes():
