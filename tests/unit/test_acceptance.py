@@ -436,6 +436,7 @@ def test_the_command_of_the_documentation_measures_a_recipe_that_has_server_node
     here = [
         f"actor_rollout_ref.model.path={REPOSITORY / 'examples' / 'arithmetic' / 'base'}",
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.context_parallel_size=1",
         "actor_rollout_ref.actor.megatron.use_transformer_engine=off",
         "actor_rollout_ref.actor.megatron.recompute_granularity=none",
         "data.max_prompt_length=8",

@@ -178,7 +178,7 @@ def test_groups_lose_their_experts_and_all_memory_that_they_shared_with_them():
 def test_a_finished_trajectory_is_a_sample_with_its_experts():
     trajectory = Trajectory((1, 2))
     trajectory.add_model_turn(Generation((3, 4), (-1.0, -1.0), "stop", (0, 0), routed_experts=ROWS[:3].flatten()))
-    made = _to_sample("uid", 0, trajectory, "", RewardResult(1.0, True), unshaped)
+    made = _to_sample("uid", 0, trajectory, RewardResult(1.0, True), unshaped)
     assert made.routed_experts.tolist() == ROWS[:3].flatten().tolist()
 
 
