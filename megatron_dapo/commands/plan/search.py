@@ -149,12 +149,12 @@ def search(
     best: list[tuple[Candidate, StepTime]] = []
     with_larger_k: dict[int, float] = {}  # of the same layout and split: seconds of a step
     while waiting:
-        bound_s, *order, candidate = heapq.heappop(waiting)
+        bound_s, larger_first, position, candidate = heapq.heappop(waiting)
         if len(best) == number and bound_s >= _CHANCE * best[-1][1].step:
             break
         parts, age = candidate.parts, candidate.max_staleness
         if age and (least_s := with_larger_k.get(id(parts), 0.0)) > bound_s:
-            heapq.heappush(waiting, (least_s, *order, candidate))
+            heapq.heappush(waiting, (least_s, larger_first, position, candidate))
             continue
         recipe = step_recipe(candidate.config, age)
         time = step_time(parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
