@@ -27,7 +27,6 @@ import psutil
 GROUP_SIZE = 16
 GROUPS_PER_MINI_BATCH = 32
 NUM_PROMPT_TOKENS = 200
-CHARACTERS_PER_TOKEN = 4
 VOCABULARY = 150_000
 NUM_DISTINCT = 16  # answers; the others repeat them, as objects of their own
 TP = 2
@@ -117,8 +116,7 @@ class Answers:
 
         trajectory = Trajectory(prompt)
         trajectory.add_model_turn(client.generation_of(orjson.loads(body)))
-        text = "x" * (CHARACTERS_PER_TOKEN * self._case.num_tokens)
-        return sampling._to_sample(uid, 0, trajectory, text, RewardResult(float(len(uid) % 2), True), unshaped)
+        return sampling._to_sample(uid, 0, trajectory, RewardResult(float(len(uid) % 2), True), unshaped)
 
 
 def _controller(case: HandOver, config: object, connection: object, log_file: str) -> None:

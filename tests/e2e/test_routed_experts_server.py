@@ -105,7 +105,7 @@ def asked(model_path: Path, server: ServerSupervisor) -> list[Generation]:
 def group(number: int, answer: Generation) -> Group:
     length = len(answer.tokens)
     sample = Sample(
-        f"g{number}", tuple(PROMPTS[number]), answer.tokens, "", answer.log_probs, (1,) * length, (0,) * length, "stop",
+        f"g{number}", tuple(PROMPTS[number]), answer.tokens, answer.log_probs, (1,) * length, (0,) * length, "stop",
         1.0, True, float(number), False, routed_experts=answer.routed_experts,
     )  # fmt: skip
     return Group(f"g{number}", Prompt(number, "", tuple(PROMPTS[number]), "", "", ""), (sample,))
