@@ -82,6 +82,7 @@ def test_every_trained_answer_is_whole_though_its_server_was_slow_and_the_draws_
         assert sorted(lengths) == sorted(DRAWS(number).lengths)
         assert all(sample.response_tokens[-1] == 0 and sample.finish_reason == "stop" for sample in group.samples)
     if math.isfinite(slowness):
-        assert moves > 0 and max(factors) > 2
+        # how large the factor grows in so few looks is the machine's; that it is seen is not
+        assert moves > 0 and max(factors) > 1
     else:
         assert moves >= 1  # it hands them back
