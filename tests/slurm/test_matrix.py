@@ -181,6 +181,7 @@ class TestNodesAreTakenAway:
         assert job.leaves_nothing()
 
 
+@proof
 class TestAChainOfTwoJobs:
     """In the first one trainer and servers share a node's GPUs, a reward worker hangs on the first
     response, and after two steps its time is nearly up. The second has a node for the server, which
