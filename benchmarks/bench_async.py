@@ -1,8 +1,8 @@
 """Sampling while the trainer trains: its gain in steps/s at `max_staleness` K = 0, 1, 2.
 
 All in one layout. The controller is the program's own; servers and trainer sleep for the time of
-their work. Beside each figure stands the prediction of a simulation of the same numbers
-(`megatron_dapo/commands/plan/simulation.py`).
+their work, by a clock that jumps to the next event (`jumping_clock.py`). Beside each figure stands
+the prediction of a simulation of the same numbers (`megatron_dapo/commands/plan/simulation.py`).
 
 python -m benchmarks.bench_async [--quick] [--staleness 0,1,2] [--steps N] [--json FILE]
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.jumping_clock import JumpingClock
 from benchmarks.report import plain_table, written
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer, token_seconds
 from megatron_dapo.commands.plan.simulated_server import Machines, SpeedChange
@@ -159,7 +160,9 @@ async def change_speeds(servers: Sequence[SleepingServer], changes: Sequence[Spe
             await server.start()
 
 
-async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draws) -> tuple[Speed, float]:
+async def measured(
+    folder: Path, machines: Machines, recipe: Recipe, draws: Draws, clock: JumpingClock
+) -> tuple[Speed, float]:
     """Return the speed of the real controller with sleeping servers and a sleeping trainer, and the
     moves per step."""
     slots = SlotCount()
@@ -171,8 +174,9 @@ async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draw
     changing: asyncio.Task | None = None
     try:
         await controller.start()
-        changing = asyncio.create_task(change_speeds(servers, machines.changes))
-        return await train(controller, servers, slots, machines, recipe)
+        with clock.jumping():
+            changing = asyncio.create_task(change_speeds(servers, machines.changes))
+            return await train(controller, servers, slots, machines, recipe)
     finally:
         if changing:
             changing.cancel()
@@ -182,19 +186,18 @@ async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draw
 
 
 def measure(machines: Machines, recipe: Recipe, draws: Draws) -> dict[str, float]:
-    """Return a real run's figures, and this process's share of processor time."""
+    """Return a real run's figures."""
     with tempfile.TemporaryDirectory(prefix="async-") as name:
         folder = Path(name)
         write_files(folder, num_prompts=NUM_PROMPTS)
         sys.path.insert(0, name)
-        began = (time.monotonic(), time.process_time())
+        clock = JumpingClock()
         try:
-            speed, moves_per_step = asyncio.run(measured(folder, machines, recipe, draws))
+            speed, moves_per_step = clock.run(measured(folder, machines, recipe, draws, clock))
         finally:
             sys.path.remove(name)
             sys.modules.pop("fake_rewards", None)
-    seconds, processor_s = time.monotonic() - began[0], time.process_time() - began[1]
-    return {**asdict(speed), "moves_per_step": moves_per_step, "processor_share": processor_s / seconds}
+    return {**asdict(speed), "moves_per_step": moves_per_step}
 
 
 def compared(machines: Machines, recipe: Recipe) -> dict:
@@ -264,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show(results: Sequence[dict]) -> None:
     """Print measured figures, each with the predicted one in brackets."""
-    columns = ("K", "steps/s", "over the first", "trainer waits", "slots used", "discarded", "processor")
+    columns = ("K", "steps/s", "over the first", "trainer waits", "slots used", "discarded")
     table = plain_table("measured (predicted)", columns)
     for result in results:
         speed, predicted = result["measured"], result["predicted"]
@@ -273,7 +276,6 @@ def show(results: Sequence[dict]) -> None:
             f"{speed['steps_per_s']:.3f} ({predicted['steps_per_s']:.3f})",
             f"{speed['ratio']:.2f} ({predicted['ratio']:.2f})",
             *(f"{speed[name]:.0%} ({predicted[name]:.0%})" for name in ("wait_share", "slots_used", "discarded_share")),
-            f"{speed['processor_share']:.0%}",
         )
     Console(width=110).print(table)
 
