@@ -35,8 +35,7 @@ pytestmark = pytest.mark.e2e
 FACTOR = 4.0
 SEEN = 2.0  # a factor that no noise gives: on a loaded machine both servers wait for others
 NUM_REQUESTS, LENGTH = 24, 400
-NUM_HELD = 8  # requests at each server while their speeds are compared
-LOOK_S, NUM_LOOKS = 3.0, 10
+LOOK_S = 3.0
 
 
 class AllRight:
@@ -111,40 +110,8 @@ def test_a_slow_servers_answers_go_on_at_the_other_with_the_log_probs_of_the_mod
         assert torch.allclose(torch.tensor(one.rollout_log_probs), wanted, atol=1e-4, rtol=0)
 
 
-async def hold_busy(pool: ServerPool, url: str, version: int, number: int, is_over: asyncio.Event) -> None:
-    """Keep one request at this server, of changing length: no two servers' requests end together."""
-    while not is_over.is_set():
-        number += 1
-        async with pool.slot(avoid={server.url for server in pool.servers} - {url}) as server:
-            assert server.url == url
-            params = SamplingParams(LENGTH - 37 * number % 200)
-            await server.generate((4 + number % 50, 9, 5), params, 120.0, version)
-
-
-async def measured_and_true_factor(pool: ServerPool, version: int, *processes: psutil.Process) -> tuple[float, float]:
-    """The first server's factor after some looks at both with equal requests,
-    and the quotient of the CPU that they had."""
-    is_over = asyncio.Event()
-    at_work = [
-        asyncio.create_task(hold_busy(pool, server.url, version, number, is_over))
-        for server in pool.servers
-        for number in range(NUM_HELD)
-    ]
-    server = pool.servers[0]
-    before: list[float] = []
-    for _ in range(NUM_LOOKS):
-        last = server.speedometer.factor
-        await until(lambda last=last: server.speedometer.factor != last, 120)
-        before = before or [cpu_s(process) for process in processes]
-    slow_s, usual_s = (cpu_s(process) - since for process, since in zip(processes, before, strict=True))
-    factor = server.factor
-    is_over.set()
-    await asyncio.gather(*at_work)
-    return factor, usual_s / slow_s
-
-
 async def sampled(servers: ServerSupervisor) -> list[Group]:
-    """All groups, after the slow server was seen and lost some requests, and was measured."""
+    """All groups, after the slow server was seen and lost some requests."""
     key = read_server_key(servers.key_file)
     slow, usual = (
         next(process for process in psutil.Process(pid).children() if "scheduler" in process.name())
@@ -172,12 +139,8 @@ async def sampled(servers: ServerSupervisor) -> list[Group]:
             await until(lambda: pool.servers[0].factor > SEEN, 240)
             pool.is_blocked = lambda: True
             await until(lambda: sampler.counts["moves"] >= 2, 240)
-            is_over.set()
-            await asyncio.gather(*at_work)
-            pool.is_blocked = lambda: False
-            factor, true_factor = await measured_and_true_factor(pool, version, slow, usual)
-        print(f"factor {factor:.2f}, by the CPU that they had {true_factor:.2f}")
-        assert factor == pytest.approx(true_factor, rel=0.15)
+        is_over.set()
+        await asyncio.gather(*at_work)
         return groups
     finally:
         await pool.close()
