@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+import time
 
 import pytest
 
 from benchmarks import bench_fleet
 from benchmarks.bench_async import bench_config
+from benchmarks.jumping_clock import JumpingClock
 from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer, token_seconds
 from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Recipe, random_draws
@@ -88,6 +90,23 @@ def test_every_trained_answer_is_whole_though_its_server_was_slow_and_the_draws_
         assert moves > 0 and max(factors) > 2
     else:
         assert moves >= 1  # it hands them back
+
+
+def test_an_hour_of_the_jumping_clock_passes_while_nothing_is_to_do_and_in_the_order_of_events():
+    clock = JumpingClock()
+    seen = []
+
+    async def sleep(seconds, began):
+        await asyncio.sleep(seconds)
+        seen.append(time.monotonic() - began)
+
+    async def main():
+        with clock.jumping():
+            began = time.monotonic()
+            await asyncio.gather(sleep(3600.0, began), sleep(7.0, began), sleep(60.0, began))
+
+    clock.run(main())
+    assert seen == pytest.approx([7.0, 60.0, 3600.0])
 
 
 def test_the_benchmark_runs_and_its_report_has_what_the_docs_show(tmp_path):
