@@ -325,7 +325,8 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         return
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     key = f"{ROLLOUT}.server.tensor_model_parallel_size"
-    names = ("num_attention_heads", *([_expert_width_key(model)] if num_experts_of(model) else []))
+    widths = [_expert_width_key(model)] if num_experts_of(model) else []
+    names = ("num_attention_heads", "linear_num_key_heads", *widths)
     sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
     for name, size in sizes.items():
         yield f"{key} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}."
@@ -335,6 +336,15 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{key} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
             f"{kv_heads}; choose one."
+        )
+
+
+def _kept_states(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    family = _family_of(model)
+    if config.weight_sync.pause_mode == "in_place" and family is not None and family.has_delta_net:
+        yield (
+            f"weight_sync.pause_mode is in_place, but a response's state in a {_architecture(model)} would keep what "
+            f"old weights made of all of its tokens; set it to retract."
         )
 
 
@@ -352,4 +362,4 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, pipeline, experts, _adapters, fp8, positions, servers, _vocabulary)
+MODEL_CHECKS = (divisible_by_tp, pipeline, experts, _adapters, fp8, positions, servers, _kept_states, _vocabulary)

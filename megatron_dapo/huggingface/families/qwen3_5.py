@@ -95,8 +95,16 @@ INPUTS = delta_row(
 )
 """The product of the hidden states: query, key, value, gate (z), and two numbers per value head."""
 
+
+def _served(row: Row) -> Row:
+    """Return a row with SGLang's names, whose layers have attention's parameters themselves."""
+    if not row.megatron.startswith(ATTENTION):
+        return row
+    return replace(row, served_as=(row.served_as or row.hf[0]).replace(".self_attn.", "."))
+
+
 ROWS = changed(
-    DECODER,
+    tuple(map(_served, DECODER)),
     INPUTS,
     delta_row(
         "conv_weight", ("conv1d.weight",), "delta_conv",
