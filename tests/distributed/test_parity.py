@@ -68,12 +68,14 @@ CASES = [
 ]
 
 
-def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Of transformers in float64."""
+def hugging_face_log_probs(
+    path: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Of transformers."""
     from transformers import AutoModelForCausalLM
 
     how = dict(attn_implementation="eager", experts_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **how).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).eval()
     answers = []
     with torch.no_grad():
         for tokens in sequences:
