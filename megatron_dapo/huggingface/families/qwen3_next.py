@@ -22,7 +22,7 @@ _INPUTS = delta_row(
 FAMILY = replace(
     MIXTURE_FAMILY,
     architecture="Qwen3NextForCausalLM",
-    server_class="sglang.srt.models.qwen3_next:Qwen3NextForCausalLM",
+    server_class="megatron_dapo.servers.served_in_type:Qwen3NextForCausalLM",
     neutral={key: rule for key, rule in MIXTURE_FAMILY.neutral.items() if key != "norm_topk_prob"},
     rows=changed(MIXTURE_ROWS, _INPUTS),
 )
