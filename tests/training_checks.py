@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
+from megatron_dapo.models.attention.rotary import Rotary
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.layers import PackedAttention
-from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
