@@ -25,6 +25,7 @@ from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import expert_modules
+from megatron_dapo.models.attention.delta_net import put_delta_net
 from megatron_dapo.models.attention.latent_attention import put_latent_attention, suits_transformer_engine
 from megatron_dapo.models.attention.rotary import Rotary, rotary_frequencies
 from megatron_dapo.models.chunk import ModelChunk
@@ -106,6 +107,11 @@ def build_model(
         raise UserError(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "
             f"({spec.family}); set it to 1."
+        )
+    if layout.cp > 1 and is_gpu() and spec.delta_net is not None:
+        raise UserError(
+            f"{MEGATRON}.context_parallel_size is {layout.cp}, but a gated delta net ({spec.family}) has none on GPUs "
+            f"yet; set it to 1."
         )
     if layout.cp > 1 and is_gpu() and spec.latent is not None:
         raise UserError(
@@ -222,7 +228,8 @@ def _mark_experts(chunk: ModelChunk) -> None:
 def _mark_sinks(chunk: ModelChunk) -> None:
     """Mark the sinks as cut by heads over tensor-parallel ranks: each rank's count in the norm."""
     for layer in chunk.decoder.layers:
-        sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
+        core = getattr(layer.self_attention, "core_attention", None)  # a delta net has none
+        sinks = getattr(core, "softmax_offset", None)
         if sinks is not None:
             set_tensor_model_parallel_attributes(sinks, True, 0, 1)
 
@@ -274,17 +281,21 @@ def _block_spec(
             linear_biases=spec.linear_biases,
             norm=norm,
         )
-    kinds = {
-        has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
-    }
+    kind_of = {number: (spec.has_experts(number), spec.has_attention(number)) for number in numbers}
+    kinds = {kind: make(num_experts if kind[0] else None) for kind in {*kind_of.values()}}
     if spec.latent is not None:
         for layer in kinds.values():
             put_latent_attention(layer, spec.latent, None if megatron_rotates(spec, use_te) else rotary)
+    if spec.delta_net is not None:
+        for layer in (layer for (_, has_attention), layer in kinds.items() if not has_attention):
+            if use_te and not has_adapters:
+                attention_norm_apart(layer)
+            put_delta_net(layer, spec.delta_net)
     if spec.output_norms:
         for layer in kinds.values():
             norm_outputs(layer, config)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[spec.has_experts(number)] for number in numbers],
+        layer_specs=[kinds[kind_of[number]] for number in numbers],
         layer_norm=LayerNormImpl if use_te else norm,
     )
 

@@ -30,6 +30,7 @@ def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
         moe_router_topk=spec.moe.experts_per_token,
         moe_ffn_hidden_size=spec.ffn_size,
         moe_shared_expert_intermediate_size=spec.moe.shared_ffn_size or None,
+        moe_shared_expert_gate=spec.moe.shared_gate,
         **(sigmoid if spec.moe.score == "sigmoid" else {}),
         # softmax over the chosen experts is softmax over all, divided by the sum of the chosen
         moe_router_pre_softmax=not spec.moe.norm_topk_prob,
@@ -109,6 +110,7 @@ def transformer_config(
         layernorm_epsilon=spec.norm_eps,
         layernorm_zero_centered_gamma=spec.zero_centered_norms,
         qk_layernorm=spec.qk_norm,
+        attention_output_gate=spec.attention_output_gate,
         add_bias_linear=spec.linear_biases,
         add_qkv_bias=spec.qkv_bias,
         softmax_type="learnable" if spec.attention_sinks else "vanilla",
