@@ -5,7 +5,6 @@ had never slept."""
 import asyncio
 import base64
 import io
-import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ Answer = TypeVar("Answer")
 WEIGHTS, CACHE, ALL = "weights", "kv_cache", ["kv_cache", "weights", "cuda_graph"]
 PROMPT, LENGTH = [8, 9], 400
 TIMEOUT_S = 120.0
-NORM = "model.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,8 @@ class Sleeper:
             await asyncio.sleep(0.02)
 
 
-def start(folder: Path, num_ranks: int) -> Iterator[Sleeper]:
-    model = make_tiny(folder / "model", "mistral", layers=2)
+def start(folder: Path, num_ranks: int, family: str = "mistral") -> Iterator[Sleeper]:
+    model = make_tiny(folder / "model", family, layers=2)
     server = "actor_rollout_ref.rollout.server"
     config = load_config(
         None,
@@ -92,9 +90,12 @@ def start(folder: Path, num_ranks: int) -> Iterator[Sleeper]:
         supervisor.stop()
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+SLEEPERS = {"tp1": (1,), "tp2": (2,), "states": (1, "qwen3_5_moe")}  # the last has states of requests, too
+
+
+@pytest.fixture(scope="module", params=SLEEPERS)
 def sleeper(request, tmp_path_factory) -> Iterator[Sleeper]:
-    yield from start(tmp_path_factory.mktemp("sleeper"), request.param)
+    yield from start(tmp_path_factory.mktemp("sleeper"), *SLEEPERS[request.param])
 
 
 async def generate(client: SGLangClient) -> Generation:
@@ -150,31 +151,23 @@ def serialized(tensors: dict[str, torch.Tensor]) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-async def norm_of(client: SGLangClient) -> list[float]:
-    return await client.post("/get_weights_by_name", {"name": NORM, "truncate_size": 10_000})
-
-
 def test_a_request_under_way_ends_as_on_a_server_that_never_slept(sleeper):
     tensors = load_file(sleeper.model / "model.safetensors")
     awake = sleeper.held()
 
-    async def sleep_in_the_middle(client: SGLangClient) -> tuple[Generation, list[float], list[float]]:
+    async def sleep_in_the_middle(client: SGLangClient) -> Generation:
         request = await running(client)
         await release(client, *ALL)
         await sleeper.wait_until(lambda held: held == 0)
         await resume(client, WEIGHTS)
-        with_weights, empty = sleeper.held(), await norm_of(client)
-        assert all(0 < part < whole for part, whole in zip(with_weights, awake, strict=True))
+        assert all(0 < part < whole for part, whole in zip(sleeper.held(), awake, strict=True))
         await push(client, tensors, len(sleeper.ledgers))
-        pushed = await norm_of(client)
         await resume(client, CACHE, "cuda_graph")
         await client.continue_()
-        return await request, empty, pushed
+        return await request
 
     expected = sleeper.ask(generate_anew)
-    got, empty, pushed = sleeper.ask(sleep_in_the_middle)
-    assert len(empty) == len(tensors[NORM]) and not any(value is not None and math.isfinite(value) for value in empty)
-    assert pushed == pytest.approx(tensors[NORM].tolist(), rel=1e-6)
+    got = sleeper.ask(sleep_in_the_middle)
     assert sleeper.held() == pytest.approx(awake, rel=0.05)  # a table of the start was replaced since
     assert got.num_retractions == 1 and len(got.tokens) == LENGTH
     assert 0 < list(got.weight_versions).count(1) < LENGTH
