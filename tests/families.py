@@ -318,7 +318,6 @@ FAMILIES: dict[str, TinyFamily] = {
         is_mixture=True,
         norm_mean=0.0,
         modules=(*DELTA_NET, *ATTENTION, *MLP),
-        num_adapted=lambda num_experts: (5 + 4) + 2 * 3 * (num_experts + 1),
     ),
     "qwen3_next": TinyFamily(
         Qwen3NextConfig,

@@ -106,7 +106,7 @@ def decoded(operators, inputs: dict[str, Tensor], states: Tensor, slots: Tensor,
 
 
 def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([part[name] for part in parts], dim=name in "qkv") for name in parts[0]}
+    return {name: torch.cat([part[name] for part in parts], dim=int(name in "qkv")) for name in parts[0]}
 
 
 def test_the_recurrence_of_tokens_in_pieces_is_that_of_the_whole(operators):

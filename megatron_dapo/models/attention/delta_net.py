@@ -167,7 +167,9 @@ class GatedDeltaNet(MegatronModule):
         inputs = (mixed, b, a)
         read = checkpoint(read_states, False, *inputs) if self._recomputes and self.training else read_states(*inputs)
         normed = self.out_norm(read, gate.reshape(read.shape))
-        output, _ = self.linear_out(normed.flatten(1).unflatten(0, shape[::-1]).transpose(0, 1).contiguous())
+        rows = normed.flatten(1).unflatten(0, shape[::-1]).transpose(0, 1).contiguous()
+        # with the strides of its shape, as the first layer's input (`ModelChunk`)
+        output, _ = self.linear_out(rows.flatten(0, 1).view(*shape, -1))
         return output, None
 
     def _read_states(self, mixed: Tensor, b: Tensor, a: Tensor, offsets: Offsets) -> Tensor:
