@@ -10,7 +10,6 @@ recurrent state, [Hv, V, K]. A row's bits do not depend on the other requests.
 
 import torch
 from gpu_only import names_of
-from torch.nn.functional import silu, softplus
 from torch.nn.utils.rnn import pad_sequence
 
 TARGET = "sglang.kernels.ops.attention.fla"
@@ -44,13 +43,19 @@ def _convolve(x, before, weight, bias):
     out = (inputs.unfold(-1, weight.shape[-1], 1).float() * weight[:, None].float()).sum(-1)
     if bias is not None:
         out = out + bias[:, None].float()
-    return silu(out).to(x.dtype), inputs[..., x.shape[-1] :].to(before.dtype)
+    return (out * _sigmoid(out)).to(x.dtype), inputs[..., x.shape[-1] :].to(before.dtype)
 
 
 def fused_gdn_gating_cpu(A_log, a, b, dt_bias):
     """Return decay's logarithm and beta, [1, T, Hv], of a, b [T, Hv]."""
-    decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
-    return decay[None], b.float().sigmoid()[None]
+    a = a.float() + dt_bias.float()
+    softplus = torch.where(a > 20, a, a.exp().log1p())
+    return (-A_log.float().exp() * softplus)[None], _sigmoid(b)[None]
+
+
+def _sigmoid(x):
+    """torch's own, and its softplus, round differently at the end of a tensor."""
+    return 1 / (1 + (-x.float()).exp())
 
 
 def chunk_gated_delta_rule_cpu(
@@ -124,18 +129,18 @@ def _norm(x, weight, eps, gate=1.0):
 
 def fused_sigmoid_mul_cpu(x, gate):
     """Multiply x by its gates, in place."""
-    x.copy_(x.float() * gate.float().sigmoid())
+    x.copy_(x.float() * _sigmoid(gate))
 
 
 def gated_norm(original, norm, x, gate):
     """Return norm(x) * silu(gate); SGLang's is a Triton kernel."""
-    return _norm(x, norm.weight, norm.eps, silu(gate.float()))
+    return _norm(x, norm.weight, norm.eps, gate.float() * _sigmoid(gate))
 
 
 def add_shared_expert(original, hidden_states, gate_weight, shared_output, final_hidden_states):
     """Add sigmoid(gate) * the shared expert's output to the others'; SGLang's is a Triton
     kernel."""
-    gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
+    gate = _sigmoid((hidden_states.float() * gate_weight.float()).sum(-1))
     final_hidden_states.copy_(final_hidden_states.float() + gate[:, None] * shared_output.float())
 
 
