@@ -90,7 +90,7 @@ def start(folder: Path, num_ranks: int, family: str = "mistral") -> Iterator[Sle
         supervisor.stop()
 
 
-SLEEPERS = {"tp1": (1,), "tp2": (2,), "states": (1, "qwen3_5_moe")}  # the last has states of requests, too
+SLEEPERS = {"tp1": (1,), "tp2": (2,), "states": (1, "qwen3_5")}  # the last has states of requests, too
 
 
 @pytest.fixture(scope="module", params=SLEEPERS)
@@ -197,7 +197,7 @@ def test_every_weight_is_garbage_after_waking_and_exactly_itself_after_a_push(sl
     assert len(before) == len(sleeper.ledgers) and before == pushed
     for rank_before, rank_awoken in zip(before, awoken, strict=True):
         kept = [name for name, checksum in rank_before.items() if rank_awoken[name] == checksum]
-        assert not kept
+        assert all(name.endswith(".gemma_weight") for name in kept)  # SGLang restores what is no parameter
     assert sleeper.ask(generate).tokens.tolist() == sleeper.ask(generate_anew).tokens.tolist()
 
 
