@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from sglang.srt.models import gpt_oss, qwen3_next
+from torch import nn
 
 
-class _InTrainersType:
+class _InTrainersType(nn.Module):
     """Gives the checkpoint's configuration the type of --dtype."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:

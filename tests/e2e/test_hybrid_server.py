@@ -92,8 +92,8 @@ def test_the_experts_of_all_tokens_are_those_of_transformers(server):
         layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
     with torch.no_grad():
         model(torch.tensor([tokens[:-1]]))  # the last one was read by nobody
-    told = torch.from_numpy(answer.routed_experts).view(len(tokens) - 1, len(chosen), -1)
-    assert torch.equal(told.sort(-1)[0].long(), torch.stack(chosen, dim=1).sort(-1)[0])
+    experts = torch.from_numpy(answer.routed_experts).view(len(tokens) - 1, len(chosen), -1)
+    assert torch.equal(experts.sort(-1)[0].long(), torch.stack(chosen, dim=1).sort(-1)[0])
 
 
 def test_each_token_of_a_response_over_a_push_has_the_log_prob_of_its_weights(server, tmp_path):
