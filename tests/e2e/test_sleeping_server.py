@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.platform.cpu_ledger import CpuLedger
+from megatron_dapo.platform.sglang_cpu import cpu_server
 from megatron_dapo.servers.client import Generation, SGLangClient, generation_of
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
@@ -173,6 +174,27 @@ def test_a_request_under_way_ends_as_on_a_server_that_never_slept(sleeper):
     assert 0 < list(got.weight_versions).count(1) < LENGTH
     assert got.tokens.tolist() == expected.tokens.tolist()
     assert got.log_probs.tolist() == pytest.approx(expected.log_probs.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("sleeper", ["states"], indirect=True)
+def test_states_of_requests_sleep_with_the_cache(sleeper):
+    """Of the delta net in one of two layers; the other has keys and values."""
+    keys_and_values = cpu_server.MAX_TOTAL_TOKENS * 2 * (2 * 16)  # 2 heads of 16 dimensions
+    num_states = cpu_server.STATES_PER_REQUEST * cpu_server.MAX_RUNNING_REQUESTS
+    recurrent, convolution = 8 * 16 * 8, (2 * 4 * 8 + 8 * 16) * 3
+    cache = 4 * (keys_and_values + num_states * (recurrent + convolution))
+
+    async def sleep(client: SGLangClient) -> int:
+        (awake,) = sleeper.held()
+        await client.pause("retract")
+        await release(client, CACHE)
+        await sleeper.wait_until(lambda held: held < awake)
+        (asleep,) = sleeper.held()
+        await resume(client, CACHE)
+        await client.continue_()
+        return awake - asleep
+
+    assert cache <= sleeper.ask(sleep) < 1.1 * cache  # with a table of places
 
 
 def test_every_weight_is_garbage_after_waking_and_exactly_itself_after_a_push(sleeper):
