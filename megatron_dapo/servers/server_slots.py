@@ -48,7 +48,6 @@ class ServerSlots:
         # of the looks since `take_speeds`
         self._factor_max = 1.0
         self._num_slow = 0  # most servers at once without a seat
-        self._blocked_s = 0.0
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
@@ -96,9 +95,8 @@ class ServerSlots:
         metrics = {
             "rollout/server_factor_max": self._factor_max,
             "rollout/servers_slow": self._num_slow,
-            "rollout/blocked_s": self._blocked_s,
         }
-        self._factor_max, self._num_slow, self._blocked_s = 1.0, 0, 0.0
+        self._factor_max, self._num_slow = 1.0, 0
         self._note_speeds()
         for server in self.servers if len(self.servers) > 1 else ():
             name = server.url.partition("://")[2]
