@@ -66,7 +66,7 @@ class ServerSlots:
         self._capacity = MeanOverTime()
         self._slots_used = MeanOverTime()
         self._without_requests = MeanOverTime()
-        self._kv_used = MeanAndMax()
+        self._room_used = {name: MeanAndMax() for name in ("kv_used", "requests_used")}  # as in `Load`
 
     def mean_num_current(self) -> float:
         """Return the mean number of current servers since the last call."""
@@ -83,12 +83,17 @@ class ServerSlots:
         self._account()
         return self._without_requests.take()
 
-    def take_kv_used(self) -> tuple[float, float] | None:
-        """Return (mean, largest) share of a KV cache in use, over the looks since the last call.
+    def take_room_used(self) -> dict[str, float]:
+        """Return the metrics of the servers' room in use, over the looks since the last call.
 
-        Only servers with requests are looked at. None without a look.
+        Only servers with requests are looked at. Empty without a look.
         """
-        return self._kv_used.take()
+        taken = {name: used.take() for name, used in self._room_used.items()}
+        return {
+            f"rollout/{name}_{kind}": value
+            for name, values in taken.items()
+            for kind, value in zip(("mean", "max"), values or (), strict=False)
+        }
 
     def take_speeds(self) -> dict[str, float]:
         """Return the metrics of the servers' speeds since the last call."""
