@@ -1,0 +1,78 @@
+"""Bytes per token that a layer keeps for backward (arXiv 2205.05198, section 4)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.huggingface.model_spec import ModelSpec
+
+_CHUNK = 64  # tokens of a delta net's chunk
+_FLOAT = 4  # bytes: its recurrence is in float32
+
+
+@dataclass(frozen=True)
+class KeptPerToken:
+    """Bytes per token, the mean over some layers."""
+
+    attention: float  # attention or delta net, without its core
+    core: float  # of it, left out with recompute_modules core_attn
+    mlp: float
+    rest: float  # norms and the inputs of the two blocks
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.core + self.mlp + self.rest
+
+
+def kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]) -> KeptPerToken:
+    """Return the bytes per token one of these layers, numbered from 0, keeps for backward.
+
+    width: bytes of a number. part: ranks to share a sequence.
+    """
+    num_layers = max(len(layers), 1)
+    share = sum(map(spec.has_attention, layers)) / num_layers
+    attention, core = (share * num_bytes for num_bytes in _attention(spec, sizes, width, part))
+    if spec.delta_net is not None:
+        of_net, core_of_net = _delta_net(spec, sizes, width)
+        attention += (1 - share) * of_net
+        core += (1 - share) * core_of_net
+    share = sum(map(spec.has_experts, layers)) / num_layers
+    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate, up, silu(gate), product
+    if spec.moe is not None:  # tokens spread evenly; one copy per expert and part of it
+        # gate, up, silu(gate), product; with a limit: both clamped, sigmoid, product by weights
+        widths = 4 if spec.glu_limit is None else 8
+        experts = spec.moe.experts_per_token * (widths * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
+        mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
+    # each norm: float32 input, normed output, the product's input (output norm: the next input)
+    rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
+    return KeptPerToken(attention, core, mlp, rest)
+
+
+def _attention(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> tuple[float, float]:
+    """Return the bytes of a layer's attention: (without its core, of the core)."""
+    heads = spec.num_heads + spec.num_kv_heads
+    # q, k, v as they came; q and k rotated; the output, the size of q
+    attention = 3 * heads * spec.head_dim * width / sizes.tp
+    core = attention / 3
+    if spec.latent is not None:  # keys and values as they came; inputs and outputs of norms
+        attention += spec.num_heads * (spec.latent.plain_dim + spec.value_dim) * width / sizes.tp
+        attention += spec.latent.down_width * (4 + 2 * width) / part
+        core = attention / 3
+    if spec.attention_output_gate:  # as it came, its sigmoid, the product
+        attention += 3 * spec.num_heads * spec.head_dim * width / sizes.tp
+    return attention - core, core
+
+
+def _delta_net(spec: ModelSpec, sizes: ParallelSizes, width: int) -> tuple[float, float]:
+    """Return the bytes of a layer's delta net: (without the recurrence, of the recurrence).
+
+    The recurrence keeps what its torch form does: per head four rows of a chunk's matrices, and
+    keys and values in float32. Kernels keep about a fifth.
+    """
+    net = spec.delta_net
+    assert net is not None, "the layer has a delta net"
+    values = net.num_value_heads * net.value_dim
+    # q, k, v as they came, convolved, and their silu; the gate, its silu, normed values, product
+    others = (3 * net.conv_channels + 4 * values + 2 * net.num_value_heads) * width / sizes.tp
+    per_head = 4 * _CHUNK + 3 * net.value_dim + 2 * net.key_dim
+    return others, net.num_value_heads * per_head * _FLOAT / sizes.tp
