@@ -143,7 +143,7 @@ BUGS = (
     ),
     PublishedBug(
         "replicated-weight-counted-tp-times",
-        "megatron_dapo/models/latent_attention.py",
+        "megatron_dapo/models/attention/latent_attention.py",
         "mark(self.weight, sequence_parallel=config.sequence_parallel)",
         "mark(self.weight, sequence_parallel=config.sequence_parallel, tensor_model_parallel=True)",
         f"{OF_SHARED}[tp2_sp_ep2/deepseek_v3_small]",

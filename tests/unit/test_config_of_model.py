@@ -45,6 +45,27 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
     assert mistakes(text, model_json=None) == []
 
 
+HYBRID_JSON = MODEL_JSON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": 4,
+    "shared_expert_intermediate_size": 48,
+}
+HYBRID_CONTRADICTIONS = [
+    ("trainer.n_procs_per_node=8 tp=2 cp=4", ["x context_parallel_size is 8", "linear_num_key_heads 4"], {}),
+    ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "shared_expert_intermediate_size 47"],
+     {"shared_expert_intermediate_size": 47}),
+    ("megatron.fp8=hybrid", ["fp8 is hybrid", "gated delta nets", "set it to none"], {}),
+    ("trainer.n_procs_per_node=2 tp=2 megatron.sequence_parallel=true megatron.tp_comm_overlap=true",
+     ["tp_comm_overlap is true", "gated delta nets", "set it to false"], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words", "change"), HYBRID_CONTRADICTIONS)
+def test_what_gated_delta_nets_cannot_do_is_one_sentence(text, words, change):
+    (sentence,) = mistakes(text, model_json=HYBRID_JSON | change)
+    assert all(word in sentence for word in words), sentence
+
+
 MIXTURE_JSON = MODEL_JSON | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "intermediate_size": 255,  # of no layer: it need not divide

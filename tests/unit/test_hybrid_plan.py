@@ -7,6 +7,7 @@ import pytest
 
 from megatron_dapo.commands.plan.fitting import server_sizes
 from megatron_dapo.commands.plan.search import ConfigSource, candidates
+from megatron_dapo.commands.plan.server_time import active_parameters
 from megatron_dapo.commands.plan.step_time import Assumptions, server_of, slots_in_cache
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
@@ -31,6 +32,28 @@ ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
 def spec_of(name: str) -> ModelSpec:
     return model_spec(MODEL_SHAPES[name])
+
+
+def hybrid_parameters(config: dict) -> int:
+    """Count a hybrid's parameters by hand: of delta nets, attention with a gate, MLPs, vocabulary."""
+    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["linear_num_value_heads"]
+    values, conv = 128 * heads, 2 * 16 * 128 + 128 * heads
+    net = hidden * (conv + values + 2 * heads) + 4 * conv + 2 * heads + 128 + hidden * values
+    queries, keys = 256 * config["num_attention_heads"], 256 * config["num_key_value_heads"]
+    attention = hidden * (2 * queries + 2 * keys + queries) + 2 * 256
+    mlp = 3 * hidden * (512 if "num_experts" in config else config["intermediate_size"])
+    if "num_experts" in config:  # each expert and the shared one, the router, the shared one's gate
+        mlp = (config["num_experts"] + 1) * mlp + config["num_experts"] * hidden + hidden
+    norms = 2 * hidden * layers + hidden
+    return layers // 4 * (3 * net + attention) + layers * mlp + norms + 2 * config["vocab_size"] * hidden
+
+
+@pytest.mark.parametrize(("name", "active"), zip(HYBRIDS, (7.9, 25.6, 2.9, 3.6), strict=True))
+def test_a_hybrids_shape_by_name_has_its_parameters(name, active):
+    """Their names say 9, 27, 35 with 3, and 80 with 3 billion."""
+    spec = spec_of(name)
+    assert sum(num_parameters(spec, ONE_RANK, 0)) == hybrid_parameters(MODEL_SHAPES[name])
+    assert round(active_parameters(spec) / 1e9, 1) == active
 
 
 @pytest.mark.parametrize(

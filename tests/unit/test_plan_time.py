@@ -58,7 +58,7 @@ PUBLISHED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
-    "qwen3.5-9b": 8_953_803_264,  # these six by hand: test_hybrid_config.py
+    "qwen3.5-9b": 8_953_803_264,  # these six by hand: test_hybrid_plan.py
     "qwen3.5-27b": 26_895_998_464,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "qwen3.6-27b": 26_895_998_464,

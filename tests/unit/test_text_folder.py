@@ -183,12 +183,13 @@ def test_of_a_text_folder_the_missing_words_on_layers_are_added(dense, tmp_path,
 def test_an_older_folder_of_qwen3_next_gets_the_words_that_a_run_demands(tmp_path):
     """As published: `layer_types` and `rope_parameters` are not there."""
     from megatron_dapo.huggingface.spec_reader import model_spec
-    from tests.unit.test_hybrid_config import QWEN3_NEXT
+    from tests.unit.test_hybrid_config import QWEN3_NEXT_80B_A3B
 
-    old = {key: value for key, value in QWEN3_NEXT.items() if key not in ("layer_types", "rope_parameters")}
-    (tmp_path / "config.json").write_text(json.dumps(old | {"rope_scaling": None}))
+    old = {key: value for key, value in QWEN3_NEXT_80B_A3B.items() if key not in ("layer_types", "rope_parameters")}
+    old |= {"rope_scaling": None, "rope_theta": 10000000, "partial_rotary_factor": 0.25}
+    (tmp_path / "config.json").write_text(json.dumps(old))
     content = text_folder.text_config(tmp_path / "config.json")
-    assert model_spec(content) == model_spec(QWEN3_NEXT)
+    assert model_spec(content) == model_spec(QWEN3_NEXT_80B_A3B)
 
 
 def cut(path: Path) -> None:
