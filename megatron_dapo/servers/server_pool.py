@@ -294,8 +294,8 @@ class ServerPool(ServerSlots):
             return
         with suppress(ServerError):
             load = await server.client.load(_PROBE_TIMEOUT_S)
-            for name, used in self._room_used.items():
-                used.add(getattr(load, name))
+            self._kv_used.add(load.kv_used)
+            self._requests_used.add(load.requests_used)
             server.speedometer.note(load.work)
 
     async def _watch_all(self) -> None:

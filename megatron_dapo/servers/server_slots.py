@@ -66,7 +66,8 @@ class ServerSlots:
         self._capacity = MeanOverTime()
         self._slots_used = MeanOverTime()
         self._without_requests = MeanOverTime()
-        self._room_used = {name: MeanAndMax() for name in ("kv_used", "requests_used")}  # as in `Load`
+        self._kv_used = MeanAndMax()
+        self._requests_used = MeanAndMax()
 
     def mean_num_current(self) -> float:
         """Return the mean number of current servers since the last call."""
@@ -88,12 +89,10 @@ class ServerSlots:
 
         Only servers with requests are looked at. Empty without a look.
         """
-        taken = {name: used.take() for name, used in self._room_used.items()}
-        return {
-            f"rollout/{name}_{kind}": value
-            for name, values in taken.items()
-            for kind, value in zip(("mean", "max"), values or (), strict=False)
-        }
+        names = ("rollout/kv_used_mean", "rollout/kv_used_max")
+        metrics = dict(zip(names, self._kv_used.take() or (), strict=False))
+        names = ("rollout/requests_used_mean", "rollout/requests_used_max")
+        return metrics | dict(zip(names, self._requests_used.take() or (), strict=False))
 
     def take_speeds(self) -> dict[str, float]:
         """Return the metrics of the servers' speeds since the last call."""
