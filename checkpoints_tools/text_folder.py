@@ -47,8 +47,8 @@ _BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a file."""
+class ByteRange:
+    """A part of a file."""
 
     path: Path
     start: int
@@ -60,8 +60,8 @@ class NewFile:
     """A weight file to write."""
 
     name: str
-    header: bytes  # b"" if a piece holds it
-    pieces: tuple[Piece, ...]
+    header: bytes  # b"" if a range holds it
+    ranges: tuple[ByteRange, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def make_text_folder(image_folder: str, text_folder: str) -> None:
         copy_model_files(image.path, staging)
         write_whole(staging / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
         if image.index is not None:
-            num_bytes = sum(piece.num_bytes for file in files for piece in file.pieces)
+            num_bytes = sum(part.num_bytes for file in files for part in file.ranges)
             metadata = image.index.get("metadata", {}) | {"total_size": num_bytes}
             parts = ((file, _parts(new, image.tensor(old))) for file in kept for old, new in kept[file].items())
             weight_map = {part: file for file, of_tensor in parts for part in of_tensor}
@@ -128,14 +128,14 @@ def put_back(image_folder: str, text_folder: str, output: str) -> None:
             f"text_folder: `{text.path}` has {listed(unused)}, without a place in `{image.path}`; give the image "
             "folder of the same model."
         )
-    trained = {name: _piece(file, name) for file in text.files.values() for name in file.tensors}
+    trained = {name: _range_of(file, name) for file in text.files.values() for name in file.tensors}
     files = []
     for name, file in image.files.items():
         end_of_header = min((tensor.start for tensor in file.tensors.values()), default=file.path.stat().st_size)
-        pieces = [Piece(file.path, 0, end_of_header)]
+        ranges = [ByteRange(file.path, 0, end_of_header)]
         for old in file.tensors:
-            pieces += [trained[source] for source in sources[old]] if names[old] else [_piece(file, old)]
-        files.append(NewFile(name, b"", tuple(pieces)))
+            ranges += [trained[source] for source in sources[old]] if names[old] else [_range_of(file, old)]
+        files.append(NewFile(name, b"", tuple(ranges)))
 
     def write_rest(staging: Path) -> None:
         for path in image.path.rglob("*"):
@@ -225,7 +225,7 @@ def _text_file(file: "StoredFile", kept: Mapping[str, str]) -> NewFile:
             end += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return NewFile(file.path.name, len(text).to_bytes(8, "little") + text, tuple(_piece(file, old) for old in kept))
+    return NewFile(file.path.name, len(text).to_bytes(8, "little") + text, tuple(_range_of(file, old) for old in kept))
 
 
 def _sources(stored: "TensorBytes", name: str, text: "SafetensorsFolder") -> list[str]:
@@ -235,23 +235,23 @@ def _sources(stored: "TensorBytes", name: str, text: "SafetensorsFolder") -> lis
     for part, shape in parts.items():
         if part not in text.names:
             raise UserError(f"text_folder: `{text.path}` lacks {part}; give the folder of the whole text model.")
-        if (found := text.tensor(part)).shape != shape or found.dtype != stored.dtype:
+        if (trained := text.tensor(part)).shape != shape or trained.dtype != stored.dtype:
             raise UserError(
-                f"text_folder: {part} of `{text.path}` is {found.dtype} {list(found.shape)}, in the image folder "
+                f"text_folder: {part} of `{text.path}` is {trained.dtype} {list(trained.shape)}, in the image folder "
                 f"{stored.dtype} {list(shape)}; give the image folder of the same model, and weights of its type."
             )
     return list(parts)
 
 
-def _piece(file: "StoredFile", name: str) -> Piece:
+def _range_of(file: "StoredFile", name: str) -> ByteRange:
     tensor = file.tensors[name]
-    return Piece(file.path, tensor.start, tensor.num_bytes)
+    return ByteRange(file.path, tensor.start, tensor.num_bytes)
 
 
 def _write_folder(path: str, option: str, files: Sequence[NewFile], write_rest: Callable[[Path], None]) -> None:
     """Write files, and the others by `write_rest`, into a folder that appears whole. Raises
     UserError."""
-    total = sum(piece.num_bytes for file in files for piece in file.pieces)
+    total = sum(part.num_bytes for file in files for part in file.ranges)
     check_output(path, total, option)
     output = StagedFolder(path)
     done = 0
@@ -261,9 +261,9 @@ def _write_folder(path: str, option: str, files: Sequence[NewFile], write_rest: 
             for new in files:
                 with (output.staging / new.name).open("wb") as file:
                     file.write(new.header)
-                    for piece in new.pieces:
-                        _copy(piece, file)
-                        done += piece.num_bytes
+                    for part in new.ranges:
+                        _copy(part, file)
+                        done += part.num_bytes
                         show(done, total)
         write_rest(output.staging)
         output.publish()
@@ -274,15 +274,15 @@ def _write_folder(path: str, option: str, files: Sequence[NewFile], write_rest: 
     print_line(f"{path}: written")
 
 
-def _copy(piece: Piece, file: BinaryIO) -> None:
-    """Append a piece of another file."""
-    left = piece.num_bytes
-    with piece.path.open("rb") as source:
-        source.seek(piece.start)
+def _copy(part: ByteRange, file: BinaryIO) -> None:
+    """Append a part of another file."""
+    left = part.num_bytes
+    with part.path.open("rb") as source:
+        source.seek(part.start)
         while left:
             block = source.read(min(left, _BLOCK_BYTES))
             if not block:
-                raise UserError(f"`{piece.path}` ended early; copy or download it again.")
+                raise UserError(f"`{part.path}` ended early; copy or download it again.")
             file.write(block)
             left -= len(block)
 

@@ -99,13 +99,14 @@ def test_the_text_folder_has_the_text_models_tensors_and_transformers_loads_it(i
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     content = json.loads((text / "config.json").read_text())
     assert type(model).__name__ == content["architectures"][0] and model.dtype == torch.bfloat16
-    theirs = {
+    published_tensors = {
         name.replace("model.language_model.", "model."): tensor
         for name, tensor in all_tensors(image).items()
         if name.startswith(("model.language_model.", "lm_head."))
     }
     state = model.state_dict()
-    assert state.keys() == theirs.keys() and all(torch.equal(state[name], theirs[name]) for name in state)
+    assert state.keys() == published_tensors.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in published_tensors.items())
     ours = all_tensors(text)
     index = json.loads((text / INDEX).read_text())
     assert index["weight_map"].keys() == ours.keys() and index["metadata"]["by"] == "hand"
