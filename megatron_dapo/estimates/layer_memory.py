@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
-_CHUNK = 64  # tokens of a delta net's chunk
-_FLOAT = 4  # bytes: its recurrence is in float32
+CHUNK = 64
+"""Tokens of a delta net's chunk."""
+_FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class KeptPerToken:
     """Bytes per token, the mean over some layers."""
 
     attention: float  # attention or delta net, without its core
-    core: float  # of it, left out with recompute_modules core_attn
+    core: float  # left out with core_attn in recompute_modules
     mlp: float
     rest: float  # norms and the inputs of the two blocks
 
@@ -64,15 +65,19 @@ def _attention(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int) -> 
 
 
 def _delta_net(spec: ModelSpec, sizes: ParallelSizes, width: int) -> tuple[float, float]:
-    """Return the bytes of a layer's delta net: (without the recurrence, of the recurrence).
+    """Return the bytes of a layer's delta net: (without its core, of the core).
 
-    The recurrence keeps what its torch form does: per head four rows of a chunk's matrices, and
-    keys and values in float32. Kernels keep about a fifth.
+    The core is convolution and rule: the product's rows before and after the convolution, and of a
+    head the decay, beta and a row of the chunk's matrix. Float32 is a CPU's, in torch: four rows,
+    and values and keys of the chunked rule.
     """
     net = spec.delta_net
     assert net is not None, "the layer has a delta net"
     values = net.num_value_heads * net.value_dim
-    # q, k, v as they came, convolved, and their silu; the gate, its silu, normed values, product
-    others = (3 * net.conv_channels + 4 * values + 2 * net.num_value_heads) * width / sizes.tp
-    per_head = 4 * _CHUNK + 3 * net.value_dim + 2 * net.key_dim
-    return others, net.num_value_heads * per_head * _FLOAT / sizes.tp
+    # the whole product; what was read, and the norm's output; the norm in float32: its input and
+    # output, the gate and its silu, the product
+    others = (net.conv_channels + 3 * values + 2 * net.num_value_heads) * width + 5 * values * _FLOAT
+    in_torch = 4 * CHUNK + 3 * net.value_dim + 2 * net.key_dim
+    per_head = in_torch * _FLOAT if width == _FLOAT else CHUNK * width + 2 * _FLOAT
+    core = 2 * net.conv_channels * width + net.num_value_heads * per_head
+    return others / sizes.tp, core / sizes.tp

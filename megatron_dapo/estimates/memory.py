@@ -28,7 +28,7 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.estimates.layer_memory import kept_per_token
+from megatron_dapo.estimates.layer_memory import CHUNK, kept_per_token
 from megatron_dapo.estimates.pipeline import kinds_of, split_of
 from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_families import FAMILIES
@@ -374,6 +374,8 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     # of one layer: a product's gathered input, its gradient, and that of the MLP's widest product
     ffn = spec.active_ffn_size if spec.moe else spec.ffn_size / sizes.tp
     computed += (2 * spec.hidden_size + 2 * ffn) * width
+    if (net := spec.delta_net) is not None:  # the states before each chunk, and their gradients
+        computed += 2 * net.num_value_heads * net.key_dim * net.value_dim / CHUNK * width / sizes.tp
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
 
 

@@ -1,8 +1,8 @@
 """`auto` of recomputation and offload: the least of both for the trainer to fit into its GPUs.
 
 Of recomputation the estimate chooses among nothing, the MLP of every layer, the first layers of
-each stage, and all layers. The core of attention is left out: it frees little memory; the first
-layers, one by one, free more for each second. The core of delta nets is tried: it frees much.
+each stage, and all layers. core_attn is left out: it frees little memory; the first layers, one by
+one, free more for each second.
 """
 
 import bisect
@@ -19,8 +19,6 @@ from megatron_dapo.huggingface.model_tensors import attention_weights
 
 NOTHING = {"recompute_granularity": "none"}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-CORE_AND_MLP = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
 OFFLOADED_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 ALL_LAYERS = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -62,8 +60,6 @@ def least_that_fits(config: Config, actor: ModelSpec, critic: ModelSpec | None =
     numbers = range(1, num_layers)
     fewest = bisect.bisect_left(numbers, True, key=lambda number: fits(_first_layers(number)))
     choices: list[dict[str, Any]] = [NOTHING, MLP, *map(_first_layers, numbers[fewest : fewest + 1]), ALL_LAYERS]
-    if actor.delta_net is not None:
-        choices[1:2] = [CORE, CORE_AND_MLP]
     choices.sort(key=lambda keys: recomputed_share(_with(config, keys), actor))
     return next((keys for keys in choices if fits(keys)), None)
 

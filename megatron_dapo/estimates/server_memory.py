@@ -8,6 +8,7 @@ between, with those of both sides there.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_critic
@@ -32,7 +33,7 @@ SERVER_SHARE = 0.82
 # as keys and values (sglang 0.5.23, mem_cache/kv_cache_configurator.py). States are float32, of the
 # convolution half precision.
 STATES_PER_REQUEST = 5
-STATES_SHARE = 0.9 / 1.9
+STATES_RATIO = 0.9
 STATE_BYTES, CONV_BYTES = 4, 2
 # Bytes per second between a GPU and pinned memory, over PCIe 5.0 x16 (63 GB/s), in one direction.
 COPY_RATE = 55 * GB
@@ -67,11 +68,19 @@ def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = No
     weights = num_all_parameters(spec) * width // tp
     per_token = spec.num_attention_layers * cache_width(spec, tp) * width
     left = int(server_share(config, spec, critic) * config.trainer.gpu_memory_gb * GB) - weights
-    states = round(left * STATES_SHARE) if spec.delta_net else 0
+    states = round(left * states_share(config, spec))
     left -= states
     if server.max_total_tokens is not None:
         left = min(left, server.max_total_tokens * per_token)
     return ServerParts(weights, left, per_token, states, STATES_PER_REQUEST * state_bytes(spec) // tp)
+
+
+def states_share(config: Config, spec: ModelSpec) -> float:
+    """Return the part of a server's cache for states of delta nets."""
+    words = config.actor_rollout_ref.rollout.server.extra_args
+    ratios = (after for word, after in pairwise(words) if word == "--mamba-full-memory-ratio")
+    ratio = next((float(number) for number in ratios if number.replace(".", "", 1).isdecimal()), STATES_RATIO)
+    return ratio / (1 + ratio) if spec.delta_net else 0.0
 
 
 def state_bytes(spec: ModelSpec) -> int:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_dapo.commands.plan.fitting import server_sizes
 from megatron_dapo.commands.plan.search import ConfigSource, candidates
@@ -12,15 +13,18 @@ from megatron_dapo.commands.plan.step_time import Assumptions, server_of, slots_
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
+from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.estimates.flops import attention_flops, forward_flops
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.layer_memory import kept_per_token
 from megatron_dapo.estimates.memory import activation_bytes, num_parameters
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
-from megatron_dapo.estimates.recompute import CORE, least_that_fits, settled
+from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import STATES_PER_REQUEST, server_memory, state_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
-from megatron_dapo.huggingface.spec_reader import model_spec
+from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
+from megatron_dapo.models.build import build_model
+from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
 
@@ -48,7 +52,7 @@ def hybrid_parameters(config: dict) -> int:
     return layers // 4 * (3 * net + attention) + layers * mlp + norms + 2 * config["vocab_size"] * hidden
 
 
-@pytest.mark.parametrize(("name", "active"), zip(HYBRIDS, (7.9, 25.6, 2.9, 3.6), strict=True))
+@pytest.mark.parametrize(("name", "active"), [*zip(HYBRIDS, (7.9, 25.6, 2.9, 3.6), strict=True)])
 def test_a_hybrids_shape_by_name_has_its_parameters(name, active):
     """Their names say 9, 27, 35 with 3, and 80 with 3 billion."""
     spec = spec_of(name)
@@ -115,10 +119,13 @@ def test_the_stages_of_a_hybrid_have_its_parameters_whatever_their_kinds_of_laye
 
 
 def test_a_layer_keeps_its_recurrence_unless_core_attn_is_recomputed():
+    """In torch, float32: four rows of a chunk's matrices, three values and two keys per head."""
     spec = spec_of("qwen3.5-9b")
-    kept = kept_per_token(spec, ONE_RANK, 2, 1, [0])
-    assert kept.core == 32 * (4 * 64 + 3 * 128 + 2 * 128) * 4
-    assert kept_per_token(spec, ONE_RANK, 2, 1, [0, 1, 2, 3]).core == (3 * kept.core + 20 * 256 * 2) / 4
+    in_torch, kernels = (kept_per_token(spec, ONE_RANK, width, 1, [0]) for width in (4, 2))
+    assert in_torch.core == 32 * (4 * 64 + 3 * 128 + 2 * 128) * 4 + 2 * 8192 * 4
+    assert kernels.core == 32 * (64 * 2 + 8) + 2 * 8192 * 2
+    # of attention the output, the size of a query, and the rotated ones
+    assert kept_per_token(spec, ONE_RANK, 2, 1, [0, 1, 2, 3]).core == (3 * kernels.core + 20 * 256 * 2) / 4
     config = load_config(None, [f"{MEGATRON}.recompute_granularity=none"])
     without = load_config(None, [f"{MEGATRON}.recompute_granularity=selective"])
     freed = activation_bytes(config, spec, 0, 1000) - activation_bytes(without, spec, 0, 1000)
@@ -126,19 +133,25 @@ def test_a_layer_keeps_its_recurrence_unless_core_attn_is_recomputed():
     assert freed == pytest.approx(1000 * (32 * layer.core - layer.total), abs=2), "one layer is computed again"
 
 
-def test_recomputing_the_recurrence_comes_before_whole_layers():
-    spec = spec_of("qwen3.5-9b")
-    overrides = ["trainer.n_procs_per_node=8", f"{MEGATRON}.tensor_model_parallel_size=4"]
-    overrides += [f"{MEGATRON}.sequence_parallel=true", f"{MEGATRON}.optimizer_offload_fraction=1"]
-    config = load_config(None, [*overrides, "actor_rollout_ref.actor.max_tokens_per_microbatch=16384"])
-    chosen = {least_that_fits(with_memory(config, gigabytes), spec)["recompute_granularity"] for gigabytes in (180, 60)}
-    assert chosen == {"none", "selective"}
-    assert least_that_fits(with_memory(config, 60), spec) == CORE
-    assert settled(with_memory(config, 60), spec)
+def test_a_delta_net_in_torch_keeps_about_what_is_estimated(tmp_path, layout):
+    """Counted tensor by tensor, in whole chunks."""
+    model = build_model(read_model_spec(make_tiny(tmp_path, "qwen3_5")), layout, MegatronConfig())
+    net = model.chunks[0].decoder.layers[0].self_attention
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+    kept: dict[int, int] = {}
 
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
 
-def with_memory(config, gigabytes: float):
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"gpu_memory_gb": gigabytes})})
+    hidden = torch.randn(256, 1, model.spec.hidden_size, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output, _ = net(hidden)
+    assert output.shape == hidden.shape
+    of_input = {hidden.untyped_storage().data_ptr()}
+    measured = sum(size for place, size in kept.items() if place not in parameters | of_input)
+    estimate = kept_per_token(model.spec, ONE_RANK, 4, 1, [0])
+    assert 0.5 * (estimate.attention + estimate.core) < measured / 256 < 1.2 * (estimate.attention + estimate.core)
 
 
 def test_servers_and_search_cut_key_heads_and_leave_context_parallelism_to_cpus():

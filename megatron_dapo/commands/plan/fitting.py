@@ -12,7 +12,7 @@ from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
-from megatron_dapo.estimates.server_memory import STATES_SHARE, server_memory, server_share
+from megatron_dapo.estimates.server_memory import server_memory, server_share, states_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
@@ -54,7 +54,7 @@ def least_server_memory(config: Config, spec: ModelSpec) -> float:
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
     share = server_share(largest, spec)
-    cache = longest * server.kv_per_token / (1 - STATES_SHARE if spec.delta_net else 1)
+    cache = longest * server.kv_per_token / (1 - states_share(config, spec))
     return (server.weights + cache) / share
 
 

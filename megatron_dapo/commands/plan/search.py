@@ -93,7 +93,7 @@ class ConfigSource:
     @cached_property
     def simulate(self) -> Simulate:
         """Return a simulation of half of the plan's requests, and in flight of no more than with
-        K = 1. It does not repeat itself: with K = 0 all layouts wait alike, with K above 0 those as
+        K = 2. It does not repeat itself: with K = 0 all layouts wait alike, with K above 0 those as
         fast to one in a hundred."""
         speeds: dict[Any, list[tuple[float, Speed]]] = defaultdict(list)
 
@@ -102,7 +102,7 @@ class ConfigSource:
             known = speeds[replace(machines, train_s=0.0), recipe, responses, acceptance]
             near = (speed for other_s, speed in known if math.isclose(other_s, train_s, rel_tol=0.01))
             if (speed := next(near, None)) is None:
-                part = min(0.5, 1 / (recipe.max_staleness + 1))
+                part = min(0.5, 1.5 / (recipe.max_staleness + 1))
                 speed = simulated(machines, recipe, responses, acceptance, part_of_requests=part)
                 known.append((train_s, speed))
             return speed
@@ -345,12 +345,10 @@ _HEAD = (
 
 
 def _recomputed(keys: dict[str, Any]) -> str:
-    """Return the recomputation in at most 9 letters: none, mlp, core, 12 layers, all."""
+    """Return the recomputation in at most 9 letters: none, mlp, 12 layers, all."""
     granularity = keys[f"{MEGATRON}.recompute_granularity"]
-    if granularity == "none":
-        return "none"
-    if granularity == "selective":
-        return ", ".join(keys[f"{MEGATRON}.recompute_modules"]).replace("core_attn", "core")
+    if granularity != "full":
+        return {"none": "none", "selective": "mlp"}[granularity]
     is_all = keys[f"{MEGATRON}.recompute_method"] == "uniform"
     return "all" if is_all else f"{keys[f'{MEGATRON}.recompute_num_layers']} layers"
 
