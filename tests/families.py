@@ -90,6 +90,9 @@ class TinyFamily:
     norm_mean: float = 1.0
     """Mean of the random weights of norms."""
 
+    error: float = 1e-5
+    """Largest error of a log-prob of its random checkpoint in float32."""
+
     modules: tuple[str, ...] = (*ATTENTION, *MLP)
     """Last names of the linear modules of a layer."""
 
@@ -121,6 +124,9 @@ GEMMA3_ROPE = {  # two kinds of rotary settings
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 HYBRID_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+# A segment's first token reads its value times the product of its query and key, and a norm divides
+# by the result: the product of random vectors may be near 0. transformers in float32 is as far off.
+HYBRID_ERROR = 1e-4
 SHORT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -165,7 +171,7 @@ def hybrid_layers(layers: int, every: int) -> dict:
 
 def _hybrid(shape: Shape) -> dict:
     """Every other layer has attention; heads of keys and values have other widths and numbers."""
-    heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=8, linear_value_head_dim=16)
+    heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=8)
     return heads | hybrid_layers(shape.layers, 2)
 
 
@@ -302,6 +308,7 @@ FAMILIES: dict[str, TinyFamily] = {
         rope=HYBRID_ROPE,
         has_own_layers=True,
         norm_mean=0.0,  # norms multiply by 1 + weight, but for the delta nets' own
+        error=HYBRID_ERROR,
         modules=(*DELTA_NET, *ATTENTION, *MLP),
         num_adapted=lambda num_experts: (5 + 3) + (4 + 3),
         # the first stage of two has only delta nets
@@ -317,6 +324,7 @@ FAMILIES: dict[str, TinyFamily] = {
         rope=HYBRID_ROPE,
         is_mixture=True,
         norm_mean=0.0,
+        error=HYBRID_ERROR,
         modules=(*DELTA_NET, *ATTENTION, *MLP),
     ),
     "qwen3_next": TinyFamily(
@@ -328,6 +336,7 @@ FAMILIES: dict[str, TinyFamily] = {
         is_mixture=True,
         has_own_layers=True,
         norm_mean=0.0,
+        error=HYBRID_ERROR,
         modules=("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION, *MLP),
         num_adapted=lambda num_experts: (3 + 4) + 2 * 3 * (num_experts + 1),
         parity={"qwen3_next": dict(norm_topk_prob=False, experts_per_token=3)},

@@ -233,7 +233,7 @@ _MIXTURE_CHECKS = (_expert_parallelism, _cut_experts, _sequence_parallelism, _no
 
 
 def _architecture(model: dict[str, Any]) -> str:
-    return (model.get("architectures") or ["unknown"])[0]
+    return str((model.get("architectures") or ["unknown"])[0])
 
 
 def _family_of(model: dict[str, Any]) -> Family | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.delta_net import ATTENTION_EVERY, DELTA_SIZES, IMAGE_CURE, read_delta_net
+from megatron_dapo.huggingface.delta_sizes import ATTENTION_EVERY, DELTA_SIZES, IMAGE_CURE, read_delta_net
 from megatron_dapo.huggingface.experts import SHARED_EXPERT, SHARED_MOE_SIZES, read_experts
 from megatron_dapo.huggingface.family import Family
 from megatron_dapo.huggingface.latent import LATENT_SIZES, read_latent

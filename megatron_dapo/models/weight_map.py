@@ -136,19 +136,21 @@ def _by_key_heads(widths: Callable[[DeltaNet], list[list[int]]]) -> Transform:
     widths: per Hugging Face tensor, rows of a key head in each of its blocks.
     """
 
-    def join(parts: list[Tensor], spec: ModelSpec) -> Tensor:
-        sections = []
-        for part, of_blocks in zip(parts, widths(_net(spec)), strict=True):
-            heads = part.size(0) // sum(of_blocks)
-            blocks = part.split([heads * width for width in of_blocks])
-            sections += [block.unflatten(0, (heads, -1)) for block in blocks]
-        return torch.cat(sections, dim=1).flatten(0, 1)
-
-    def split(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+    def rows(num_rows: int, spec: ModelSpec, device: torch.device) -> list[Tensor]:
+        """Return the places in the shard of each tensor's rows."""
         by_tensor = widths(_net(spec))
         flat = [width for of_blocks in by_tensor for width in of_blocks]
-        blocks = iter(shard.unflatten(0, (-1, sum(flat))).split(flat, dim=1))
-        return [torch.cat([next(blocks).flatten(0, 1) for _ in of_blocks]) for of_blocks in by_tensor]
+        places = torch.arange(num_rows, device=device).view(-1, sum(flat))
+        blocks = iter(places.split(flat, dim=1))
+        return [torch.cat([next(blocks).flatten() for _ in of_blocks]) for of_blocks in by_tensor]
+
+    def join(parts: list[Tensor], spec: ModelSpec) -> Tensor:
+        together = torch.cat(parts)
+        places = torch.cat(rows(together.size(0), spec, together.device))
+        return together[places.argsort()]
+
+    def split(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+        return [shard[places] for places in rows(shard.size(0), spec, shard.device)]
 
     return Transform(join, split)
 

@@ -51,7 +51,8 @@ HYBRID_JSON = MODEL_JSON | {
     "shared_expert_intermediate_size": 48,
 }
 HYBRID_CONTRADICTIONS = [
-    ("trainer.n_procs_per_node=8 tp=2 cp=4", ["x context_parallel_size is 8", "linear_num_key_heads 4"], {}),
+    ("trainer.n_procs_per_node=8 tp=2 megatron.context_parallel_size=4",
+     ["x context_parallel_size is 8", "linear_num_key_heads 4"], {}),
     ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "shared_expert_intermediate_size 47"],
      {"shared_expert_intermediate_size": 47}),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "gated delta nets", "set it to none"], {}),

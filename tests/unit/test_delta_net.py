@@ -97,13 +97,13 @@ def path(tmp_path_factory):
     return make_tiny(tmp_path_factory.mktemp("hybrid"), "qwen3_5", layers=2, hidden=32, vocab=67)
 
 
-def net_of(path, layout, dtype: torch.dtype = torch.float32, **megatron) -> GatedDeltaNet:
+def net_of(path, layout, kind: torch.dtype = torch.float32, **megatron) -> GatedDeltaNet:
     """The first layer's, from the checkpoint."""
     model = build_model(read_model_spec(path), layout, MegatronConfig(**megatron))
     load_hf_weights(model, path, layout)
-    net = model.chunks[0].decoder.layers[0].self_attention.to(dtype)
+    net = model.chunks[0].decoder.layers[0].self_attention.to(kind)
     assert isinstance(net, GatedDeltaNet)
-    net.A_log.data = net.A_log.data.to(torch.promote_types(dtype, torch.float32))
+    net.A_log.data = net.A_log.data.to(torch.promote_types(kind, torch.float32))
     return net
 
 

@@ -153,7 +153,7 @@ def _chunks(bounds: tuple[int, ...], device: torch.device) -> _Chunks:
         order[number, : end - start] = torch.arange(start, end)
     flat = order.flatten()
     inverse = flat.argsort(stable=True)[:num_tokens]
-    return _Chunks(flat.to(device), inverse.to(device), tuple(start in bounds for start, _ in spans))
+    return _Chunks(flat.to(device), inverse.to(device), tuple(is_first for _, _, is_first in spans))
 
 
 def _packed(offsets: Offsets) -> dict[str, Any]:
