@@ -69,7 +69,7 @@ def _delta_net(spec: ModelSpec, sizes: ParallelSizes, width: int) -> tuple[float
 
     The core is convolution and rule: the product's rows before and after the convolution, and of a
     head the decay, beta and a row of the chunk's matrix. Float32 is a CPU's, in torch: four rows,
-    and values and keys of the chunked rule.
+    and keys and values eleven times, as measured.
     """
     net = spec.delta_net
     assert net is not None, "the layer has a delta net"
@@ -77,7 +77,7 @@ def _delta_net(spec: ModelSpec, sizes: ParallelSizes, width: int) -> tuple[float
     # the whole product; what was read, and the norm's output; the norm in float32: its input and
     # output, the gate and its silu, the product
     others = (net.conv_channels + 3 * values + 2 * net.num_value_heads) * width + 5 * values * _FLOAT
-    in_torch = 4 * CHUNK + 3 * net.value_dim + 2 * net.key_dim
+    in_torch = 4 * CHUNK + 11 * (net.key_dim + net.value_dim)
     per_head = in_torch * _FLOAT if width == _FLOAT else CHUNK * width + 2 * _FLOAT
     core = 2 * net.conv_channels * width + net.num_value_heads * per_head
     return others / sizes.tp, core / sizes.tp

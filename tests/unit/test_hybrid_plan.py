@@ -119,10 +119,10 @@ def test_the_stages_of_a_hybrid_have_its_parameters_whatever_their_kinds_of_laye
 
 
 def test_a_layer_keeps_its_recurrence_unless_core_attn_is_recomputed():
-    """In torch, float32: four rows of a chunk's matrices, three values and two keys per head."""
+    """In torch, float32: four rows of a chunk's matrices, keys and values of a head many times."""
     spec = spec_of("qwen3.5-9b")
     in_torch, kernels = (kept_per_token(spec, ONE_RANK, width, 1, [0]) for width in (4, 2))
-    assert in_torch.core == 32 * (4 * 64 + 3 * 128 + 2 * 128) * 4 + 2 * 8192 * 4
+    assert in_torch.core == 32 * (4 * 64 + 11 * 256) * 4 + 2 * 8192 * 4
     assert kernels.core == 32 * (64 * 2 + 8) + 2 * 8192 * 2
     # of attention the output, the size of a query, and the rotated ones
     assert kept_per_token(spec, ONE_RANK, 2, 1, [0, 1, 2, 3]).core == (3 * kernels.core + 20 * 256 * 2) / 4
@@ -133,25 +133,25 @@ def test_a_layer_keeps_its_recurrence_unless_core_attn_is_recomputed():
     assert freed == pytest.approx(1000 * (32 * layer.core - layer.total), abs=2), "one layer is computed again"
 
 
-def test_a_delta_net_in_torch_keeps_about_what_is_estimated(tmp_path, layout):
-    """Counted tensor by tensor, in whole chunks."""
-    model = build_model(read_model_spec(make_tiny(tmp_path, "qwen3_5")), layout, MegatronConfig())
-    net = model.chunks[0].decoder.layers[0].self_attention
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
-    kept: dict[int, int] = {}
+@pytest.mark.parametrize(("recompute", "core"), [("none", True), ("selective", False)])
+def test_a_delta_net_in_torch_keeps_about_what_is_estimated(tmp_path, layout, recompute, core):
+    """Counted tensor by tensor, in whole chunks, with heads of a published width."""
+    widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    spec = read_model_spec(make_tiny(tmp_path, "qwen3_5", layers=2, more=widths))
+    net = build_model(spec, layout, MegatronConfig(recompute_granularity=recompute)).chunks[0].decoder.layers[0]
+    hidden = torch.randn(256, 1, spec.hidden_size, requires_grad=True)
+    ours = {tensor.untyped_storage().data_ptr() for tensor in (hidden, *net.self_attention.parameters())}
+    kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its place
         return tensor
 
-    hidden = torch.randn(256, 1, model.spec.hidden_size, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output, _ = net(hidden)
-    assert output.shape == hidden.shape
-    of_input = {hidden.untyped_storage().data_ptr()}
-    measured = sum(size for place, size in kept.items() if place not in parameters | of_input)
-    estimate = kept_per_token(model.spec, ONE_RANK, 4, 1, [0])
-    assert 0.5 * (estimate.attention + estimate.core) < measured / 256 < 1.2 * (estimate.attention + estimate.core)
+        net.self_attention(hidden)
+    measured = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in ours)
+    per_token = kept_per_token(spec, ONE_RANK, 4, 1, [0])
+    assert measured / 256 == pytest.approx(per_token.attention + core * per_token.core, rel=0.15)
 
 
 def test_servers_and_search_cut_key_heads_and_leave_context_parallelism_to_cpus():
