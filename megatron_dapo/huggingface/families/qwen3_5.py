@@ -100,7 +100,9 @@ def _served(row: Row) -> Row:
     """Return a row with SGLang's names, whose layers have attention's parameters themselves."""
     if not row.megatron.startswith(ATTENTION):
         return row
-    return replace(row, served_as=(row.served_as or row.hf[0]).replace(".self_attn.", "."))
+    name = row.served_as or row.hf[0]
+    assert isinstance(name, str), "attention's row is one parameter of a server"
+    return replace(row, served_as=name.replace(".self_attn.", "."))
 
 
 ROWS = changed(
