@@ -123,7 +123,7 @@ class SimulationBefore(Simulation):
         limits = QueueLimits(recipe.train_batch_size, recipe.gen_batch_size, 0, max_staleness=recipe.max_staleness)
         self.queue = QueueByPlaces(limits, by_correctness("strict"))
 
-    def look(self, is_asked: bool) -> None:
+    def look(self) -> None:
         """Drop the requests of a server that has been silent for so long."""
         for server in self.fleet.servers:
             server.num_silent_looks = server.num_silent_looks + 1 if server.is_silent else 0

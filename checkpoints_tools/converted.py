@@ -154,23 +154,23 @@ def _damaged(file: Path, error: Exception) -> UserError:
     return UserError(f"--checkpoint: `{file}` is damaged ({describe(error)}); use another checkpoint.")
 
 
-def check_output(path: str | Path, num_bytes: int) -> None:
+def check_output(path: str | Path, num_bytes: int, option: str = "--output") -> None:
     """Check the output folder before anything large is read.
 
     Raise UserError if the folder exists already, cannot be made, or if its disk has no room for
     `num_bytes` bytes.
     """
     if Path(path).exists():
-        raise UserError(f"--output: `{path}` exists already; remove it, or give another folder.")
+        raise UserError(f"{option}: `{path}` exists already; remove it, or give another folder.")
     parent = Path(os.path.abspath(path)).parent
     while not parent.exists():
         parent = parent.parent
     if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-        raise UserError(f"--output: `{path}` cannot be made, `{parent}` cannot be written; give another folder.")
+        raise UserError(f"{option}: `{path}` cannot be made, `{parent}` cannot be written; give another folder.")
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise UserError(
-            f"--output: `{path}` needs {format_bytes(num_bytes)}, its disk has {format_bytes(free)} left; free some, "
+            f"{option}: `{path}` needs {format_bytes(num_bytes)}, its disk has {format_bytes(free)} left; free some, "
             "or give another folder."
         )
 

@@ -24,16 +24,23 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 Options = dict[str, Any]
 """Keyword arguments of `make_tiny`."""
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -46,6 +53,7 @@ class Shape:
     num_experts: int
     experts_per_token: int
     norm_topk_prob: bool
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ class TinyFamily:
     norm_mean: float = 1.0
     """Mean of the random weights of norms."""
 
+    error: float = 1e-5
+    """Largest error of a log-prob of its random checkpoint in float32."""
+
     modules: tuple[str, ...] = (*ATTENTION, *MLP)
     """Last names of the linear modules of a layer."""
 
@@ -112,6 +123,10 @@ GEMMA3_ROPE = {  # two kinds of rotary settings
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+HYBRID_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+# A segment's first token reads its value times the product of its query and key, and a norm divides
+# by the result: the product of random vectors may be near 0. transformers in float32 is as far off.
+HYBRID_ERROR = 1e-4
 SHORT_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -146,6 +161,22 @@ def _gpt_oss(shape: Shape) -> dict:
     """Some products of each expert lie beyond the limit."""
     experts = dict(num_local_experts=shape.num_experts, num_experts_per_tok=shape.experts_per_token)
     return experts | dict(intermediate_size=shape.hidden // 2, sliding_window=8, swiglu_limit=1.0)
+
+
+def hybrid_layers(layers: int, every: int) -> dict:
+    """Which layers have attention, as SGLang reads it and as transformers does."""
+    kinds = ["full_attention" if number % every == 0 else "linear_attention" for number in range(1, layers + 1)]
+    return dict(full_attention_interval=every, layer_types=kinds)
+
+
+def _hybrid(shape: Shape) -> dict:
+    """Every other layer has attention; heads of keys and values have other widths and numbers."""
+    heads = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=12, linear_value_head_dim=8)
+    return heads | hybrid_layers(shape.layers, 2)
+
+
+def _hybrid_mixture(shape: Shape) -> dict:
+    return _hybrid(shape) | _mixture(shape) | dict(shared_expert_intermediate_size=shape.hidden)
 
 
 FAMILIES: dict[str, TinyFamily] = {
@@ -266,6 +297,50 @@ FAMILIES: dict[str, TinyFamily] = {
             ),
         },
         converted={"deepseek_v3_bf16_files": {}},
+    ),
+    "qwen3_5": TinyFamily(
+        Qwen3_5TextConfig,
+        Qwen3_5ForCausalLM,
+        # a delta net: the products of q, k, v, z and of b, a, the convolution, A_log, dt_bias, a
+        # norm, out; an attention
+        num_served=(7 + 2 + 2) + (1 + 2 + 1 + 2 + 2) + 3,
+        fields=_hybrid,
+        rope=HYBRID_ROPE,
+        has_own_layers=True,
+        norm_mean=0.0,  # norms multiply by 1 + weight, but for the delta nets' own
+        error=HYBRID_ERROR,
+        modules=(*DELTA_NET, *ATTENTION, *MLP),
+        num_adapted=lambda num_experts: (5 + 3) + (4 + 3),
+        # the first stage of two has only delta nets
+        parity={"qwen3_5": {}, "qwen3_5_tied": dict(tied=True, more=hybrid_layers(4, 4))},
+        converted={"qwen3_5_bf16_files": {}},
+    ),
+    "qwen3_5_moe": TinyFamily(
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        # after the two norms: the router, two of all experts, two of the shared one, its gate
+        num_served=(7 + 2 + 6) + (1 + 2 + 1 + 2 + 6) + 3,
+        fields=_hybrid_mixture,
+        rope=HYBRID_ROPE,
+        is_mixture=True,
+        norm_mean=0.0,
+        error=HYBRID_ERROR,
+        modules=(*DELTA_NET, *ATTENTION, *MLP),
+    ),
+    "qwen3_next": TinyFamily(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        num_served=(7 + 2 + 6) + (1 + 2 + 1 + 2 + 6) + 3,
+        fields=_hybrid_mixture,
+        rope=HYBRID_ROPE,
+        is_mixture=True,
+        has_own_layers=True,
+        norm_mean=0.0,
+        error=HYBRID_ERROR,
+        modules=("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION, *MLP),
+        num_adapted=lambda num_experts: (3 + 4) + 2 * 3 * (num_experts + 1),
+        parity={"qwen3_next": dict(norm_topk_prob=False, experts_per_token=3)},
+        converted={"qwen3_next_bf16_files": {}},
     ),
     "gpt_oss": TinyFamily(
         GptOssConfig,

@@ -27,7 +27,7 @@ from typing import IO, Any
 from unittest import mock
 
 from megatron_dapo.platform import cpu_ledger
-from megatron_dapo.servers import child_process
+from megatron_dapo.servers import child_process, server_command
 from tests.helpers import REPOSITORY
 
 COMMAND = [sys.executable, "-m", "megatron_dapo.servers.keyed_sglang"]
@@ -37,6 +37,7 @@ first process with this module owns them; programs started by it, forks too, sha
 
 OF_ONE_SERVER = (
     *("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", NURSERIES),
+    *server_command.FLOAT32_STATES,
     *("SGLANG_CPU_OMP_THREADS_BIND", cpu_ledger.FOLDER, cpu_ledger.GPUS, cpu_ledger.BYTES),
 )
 """Variables that differ. All others have to be as at the import of SGLang,

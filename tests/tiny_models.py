@@ -53,7 +53,7 @@ def tiny_config(
         eos_token_id=EOS_ID,
         rope_parameters=rope or row.rope,
     )
-    fields |= row.fields(Shape(hidden, heads, num_experts, experts_per_token, norm_topk_prob))
+    fields |= row.fields(Shape(hidden, heads, num_experts, experts_per_token, norm_topk_prob, layers))
     left_out = [name for name in ("head_dim", "rope_parameters") if fields[name] is None]
     return row.config(**{name: value for name, value in fields.items() if name not in left_out} | (more or {}))
 
@@ -80,6 +80,7 @@ def _randomize(model: torch.nn.Module, norm_mean: float, generator: torch.Genera
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
         mean = norm_mean if "norm" in name else 0.0
+        mean = 1.0 if name.endswith("linear_attn.norm.weight") else mean  # without 1 + weight
         scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
         parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
         # of the size of scores; servers hold them in bfloat16 at every type of model

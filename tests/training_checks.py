@@ -6,8 +6,9 @@ Needs megatron-core and the trainer's other packages.
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,11 @@ from torch import Tensor
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
+from megatron_dapo.models.attention.delta_rule import Offsets, causal_conv, gated_delta_rule
+from megatron_dapo.models.attention.rotary import Rotary
 from megatron_dapo.models.build import build_model
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
 from megatron_dapo.models.layers import PackedAttention
-from megatron_dapo.models.rotary import Rotary
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.distribute import StepDistributor
 from megatron_dapo.training.policy import Policy
@@ -119,6 +121,50 @@ def check_packed_attention(device: torch.device, dtype: torch.dtype, attention: 
             error = (actual[part].double() - reference[:, 0]).norm() / actual.double().norm()
             assert error <= bound, f"off by {error:.1e} of its norm in a segment of {length}"
         start += length
+
+
+def delta_inputs(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> tuple[list[Tensor], Offsets]:
+    """Random queries, keys, values, decays and betas of packed segments: 2 key heads of 64, 6 value
+    heads of 32."""
+    g = torch.Generator(device).manual_seed(0)
+    total = sum(lengths)
+    shapes = [(total, 2, 64), (total, 2, 64), (total, 6, 32), (total, 6), (total, 6)]
+    query, key, value, decay, beta = (torch.randn(*shape, generator=g, device=device) for shape in shapes)
+    inputs = [query.to(dtype), key.to(dtype), value.to(dtype), -decay.exp(), beta.sigmoid().to(dtype)]
+    if dtype == torch.float64:
+        inputs[3] = inputs[3].double()
+    bounds = [0, *accumulate(lengths)]
+    offsets = Offsets(tuple(bounds), torch.tensor(bounds, dtype=torch.int32, device=device))
+    return [tensor.requires_grad_() for tensor in inputs], offsets
+
+
+def check_delta_rule(device: torch.device, dtype: torch.dtype, lengths: Sequence[int], bound: float) -> None:
+    """The rule, and the convolution before it, over a packed run are those of float64 over its
+    segments one by one, in outputs and gradients, up to `bound` of the whole's norm. On a GPU they
+    do not wait for the device."""
+    inputs, offsets = delta_inputs(lengths, device, dtype)
+    weight = torch.linspace(-1, 1, 2 * 64 * 4, device=device).view(2 * 64, 1, 4).to(dtype).requires_grad_()
+
+    def run(query: Tensor, *others: Tensor, weight: Tensor, offsets: Offsets) -> Tensor:
+        mixed = causal_conv(query.flatten(1), weight, offsets).view_as(query)
+        return gated_delta_rule(mixed, *others, offsets)
+
+    run(*inputs, weight=weight, offsets=offsets)  # once before, to load and tune the kernels
+    with forbidding_host_syncs(device) if device.type == "cuda" else contextlib.nullcontext():
+        out = run(*inputs, weight=weight, offsets=offsets)
+        outgoing = torch.ones_like(out)
+        gradients = torch.autograd.grad(out, inputs, outgoing)
+    expected, by_input = [], []
+    wide = weight.detach().double()
+    for start, end in pairwise(offsets.on_host):
+        alone = [tensor.detach()[start:end].double().requires_grad_() for tensor in inputs]
+        one = Offsets((0, end - start), torch.tensor([0, end - start], dtype=torch.int32, device=device))
+        expected.append(run(*alone, weight=wide, offsets=one))
+        by_input.append(torch.autograd.grad(expected[-1].sum(), alone))
+    references = [torch.cat(expected), *(torch.cat(parts) for parts in zip(*by_input, strict=True))]
+    for name, actual, reference in zip(("o", "q", "k", "v", "g", "beta"), (out, *gradients), references, strict=True):
+        error = (actual.double() - reference).norm() / reference.norm()
+        assert error <= bound, f"{name} is off by {error:.1e} of its norm"
 
 
 # ------------------------------------------------------------------------------------------- policy

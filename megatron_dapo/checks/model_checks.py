@@ -16,7 +16,7 @@ from megatron_dapo.config.key_names import MEGATRON, ROLLOUT, ROUTER_REPLAY, TAR
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
 from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
-from megatron_dapo.huggingface.experts import num_experts_of
+from megatron_dapo.huggingface.experts import SHARED_EXPERT, num_experts_of
 from megatron_dapo.huggingface.family import Family
 from megatron_dapo.huggingface.lora_settings import ALL_LINEAR, LINEAR_MODULES, target_modules
 from megatron_dapo.huggingface.model_families import FAMILIES
@@ -82,6 +82,7 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
         # the other experts are cut over ETP
         "n_shared_experts x moe_intermediate_size": _shared_size(model),
+        SHARED_EXPERT: _size(model, SHARED_EXPERT),
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -207,12 +208,32 @@ def _no_fp8(config: Config, model: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def _delta_nets(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    family, heads = _family_of(model), _size(model, "linear_num_key_heads")
+    if family is None or not family.has_delta_net or not heads:
+        return
+    megatron = config.actor_rollout_ref.actor.megatron
+    ranks = megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    if heads % ranks:
+        yield (
+            f"{MEGATRON}.tensor_model_parallel_size x context_parallel_size is {ranks}, but does not divide the "
+            f"model's linear_num_key_heads {heads}; choose a divisor of {heads}."
+        )
+    settings = {"fp8": (megatron.fp8, "none"), "tp_comm_overlap": (megatron.tp_comm_overlap, False)}
+    for key, (value, off) in settings.items():
+        if value != off:
+            yield (
+                f"{MEGATRON}.{key} is {str(value).lower()}, which a model with gated delta nets "
+                f"({_architecture(model)}) has not yet; set it to {str(off).lower()}."
+            )
+
+
 _DENSE_CHECKS = (_no_expert_parallelism, _no_cut_experts, _no_router_replay)
 _MIXTURE_CHECKS = (_expert_parallelism, _cut_experts, _sequence_parallelism, _no_user_buffers, _no_fp8)
 
 
 def _architecture(model: dict[str, Any]) -> str:
-    return (model.get("architectures") or ["unknown"])[0]
+    return str((model.get("architectures") or ["unknown"])[0])
 
 
 def _family_of(model: dict[str, Any]) -> Family | None:
@@ -325,7 +346,8 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         return
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     key = f"{ROLLOUT}.server.tensor_model_parallel_size"
-    names = ("num_attention_heads", *([_expert_width_key(model)] if num_experts_of(model) else []))
+    widths = [_expert_width_key(model)] if num_experts_of(model) else []
+    names = ("num_attention_heads", "linear_num_key_heads", *widths)
     sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
     for name, size in sizes.items():
         yield f"{key} is {tp}, but does not divide the model's {name} {size}; choose a divisor of {size}."
@@ -335,6 +357,15 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{key} is {tp}, but is neither a divisor nor a multiple of the model's num_key_value_heads "
             f"{kv_heads}; choose one."
+        )
+
+
+def _kept_states(config: Config, model: dict[str, Any]) -> Iterator[str]:
+    family = _family_of(model)
+    if config.weight_sync.pause_mode == "in_place" and family is not None and family.has_delta_net:
+        yield (
+            f"weight_sync.pause_mode is in_place, but a response's state in a {_architecture(model)} would keep what "
+            f"old weights made of all of its tokens; set it to retract."
         )
 
 
@@ -352,4 +383,15 @@ def _size(model: dict[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-MODEL_CHECKS = (divisible_by_tp, pipeline, experts, _adapters, fp8, positions, servers, _vocabulary)
+MODEL_CHECKS = (
+    divisible_by_tp,
+    pipeline,
+    experts,
+    _delta_nets,
+    _adapters,
+    fp8,
+    positions,
+    servers,
+    _kept_states,
+    _vocabulary,
+)

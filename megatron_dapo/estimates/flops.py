@@ -1,9 +1,9 @@
 """Floating-point operations of a model by the papers' count: runs stay comparable by MFU."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from megatron_dapo.estimates.memory import adapter_parameters
+from megatron_dapo.estimates.pipeline import kinds_of
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import product_weights
@@ -58,18 +58,25 @@ def active_adapters_of(spec: ModelSpec, layers: Sequence[int], lora: LoraSetting
 
 def active_parameters_of(spec: ModelSpec, layers: Sequence[int]) -> int:
     """Count a token's product parameters in these layers, numbered from 0."""
-    numbers = Counter(spec.has_experts(layer) for layer in layers)
-    first = {spec.has_experts(layer): layer for layer in reversed(layers)}
-    return sum(number * product_weights(spec, first[kind]) for kind, number in numbers.items())
+    return sum(number * product_weights(spec, layer) for layer, number in kinds_of(spec, layers).items())
 
 
 def attention_flops(spec: ModelSpec, lengths: Iterable[int]) -> int:
     """Count the operations of attention: queries with keys, weights with values. In layers with a
-    window a token sees at most a window of keys."""
+    window a token sees at most a window of keys. A delta net counts here, too."""
     lengths = list(lengths)
-    pairs = (spec.num_layers - spec.num_local_layers) * sum(length * (length + 1) // 2 for length in lengths)
+    pairs = (spec.num_attention_layers - spec.num_local_layers) * sum(length * (length + 1) // 2 for length in lengths)
     if spec.windows is not None:
         seen = [min(length, spec.windows.size) for length in lengths]
         outside = sum((length - width) * width for length, width in zip(lengths, seen, strict=True))
         pairs += spec.num_local_layers * (sum(width * (width + 1) // 2 for width in seen) + outside)
-    return 2 * spec.num_heads * (spec.head_dim + spec.value_dim) * pairs
+    return 2 * spec.num_heads * (spec.head_dim + spec.value_dim) * pairs + _delta_flops(spec) * sum(lengths)
+
+
+def _delta_flops(spec: ModelSpec) -> int:
+    """Count a token's operations in the delta nets without their products by weights: of each value
+    head the error of the state's value, its update and a query; the convolution."""
+    if (net := spec.delta_net) is None:
+        return 0
+    per_layer = 6 * net.num_value_heads * net.key_dim * net.value_dim + 2 * net.conv_size * net.conv_channels
+    return (spec.num_layers - spec.num_attention_layers) * per_layer

@@ -28,7 +28,8 @@ from megatron_dapo.config.derived import (
     world_size,
 )
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.estimates.pipeline import split_of
+from megatron_dapo.estimates.layer_memory import CHUNK, kept_per_token
+from megatron_dapo.estimates.pipeline import kinds_of, split_of
 from megatron_dapo.huggingface.lora_settings import LoraSettings, actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -223,13 +224,12 @@ CountOfLayer = Callable[[ModelSpec, int, int, int], tuple[int, int]]
 
 
 def _of_layers(spec: ModelSpec, layers: Sequence[int], count: CountOfLayer, tp: int, etp: int) -> tuple[int, int]:
-    """Return the sums over these layers, from one layer of each kind: dense or with experts."""
+    """Return the sums over these layers, from one layer of each kind."""
     shared = expert = 0
-    for kind in (True, False):
-        if members := [layer for layer in layers if spec.has_experts(layer) == kind]:
-            of_shared, of_expert = count(spec, members[0], tp, etp)
-            shared += len(members) * of_shared
-            expert += len(members) * of_expert
+    for layer, number in kinds_of(spec, layers).items():
+        of_shared, of_expert = count(spec, layer, tp, etp)
+        shared += number * of_shared
+        expert += number * of_expert
     return shared, expert
 
 
@@ -250,6 +250,14 @@ def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
     if spec.moe is None or not spec.moe.has_bias:
         return 0
     return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
+
+
+def _decays(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
+    """Return the delta nets' decays on a rank of a stage: float32 parameters at any type."""
+    if spec.delta_net is None:
+        return 0
+    layers = split_of(spec, sizes).numbers_of(stage)
+    return sum(not spec.has_attention(layer) for layer in layers) * spec.delta_net.num_value_heads // sizes.tp
 
 
 def num_trained_parameters(
@@ -305,9 +313,12 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     if megatron.use_distributed_optimizer:
         by_dp = sizes.num_copies
         by_expert_dp = sizes.expert_dp
-    optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
+    decays = _decays(spec, sizes, stage) if width < MAIN_PARAMETER else 0  # their own float32 weights
+    of_shared = shared * state - (decays * MAIN_PARAMETER if lora is None else 0)
+    optimizer = ceil_div(of_shared, by_dp) + ceil_div(experts * state, by_expert_dp)
+    beyond = decays * (MAIN_PARAMETER - width) + _router_biases(spec, sizes, stage)
     return States(
-        weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
+        weights=num_weights * width + beyond + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - offload_fraction(config))),
     )
@@ -320,7 +331,8 @@ def _fp8_copies(config: Config, spec: ModelSpec, stage: int) -> int:
     if config.actor_rollout_ref.actor.megatron.fp8 == "none":
         return 0
     sizes = parallel_sizes(config)
-    return 2 * split_of(spec, sizes).layers_of(stage) * product_weights(spec, layer=0) // sizes.tp
+    kinds = kinds_of(spec, split_of(spec, sizes).numbers_of(stage))
+    return 2 * sum(number * product_weights(spec, layer) for layer, number in kinds.items()) // sizes.tp
 
 
 def host_memory(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) -> int:
@@ -355,8 +367,8 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     number = megatron.recompute_num_layers
     recomputed = min(number, max(chunks)) * len(chunks)  # method block: Megatron counts by chunk
     entry = spec.hidden_size * width / part
-    attention, mlp, rest = kept_per_token(spec, sizes, width, part, split_of(spec, sizes).numbers_of(stage))
-    whole = attention + mlp + rest
+    per_token = kept_per_token(spec, sizes, width, part, split_of(spec, sizes).numbers_of(stage))
+    whole = per_token.total
     if megatron.recompute_granularity == "full" and megatron.recompute_method == "uniform":
         kept = layers / number * entry
         computed = number * whole
@@ -364,7 +376,7 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
         kept = recomputed * entry + (layers - recomputed) * whole
         computed = whole
     elif megatron.recompute_granularity == "selective":
-        left_out = {"core_attn": attention / 3, "mlp": mlp}
+        left_out = {"core_attn": per_token.core, "mlp": per_token.mlp}
         kept = layers * (whole - sum(left_out[name] for name in megatron.recompute_modules))
         computed = whole
     else:
@@ -373,31 +385,9 @@ def activation_bytes(config: Config, spec: ModelSpec, stage: int, tokens: int) -
     # of one layer: a product's gathered input, its gradient, and that of the MLP's widest product
     ffn = spec.active_ffn_size if spec.moe else spec.ffn_size / sizes.tp
     computed += (2 * spec.hidden_size + 2 * ffn) * width
+    if (net := spec.delta_net) is not None:  # the states before each chunk, and their gradients
+        computed += 2 * net.num_value_heads * net.key_dim * net.value_dim / CHUNK * width / sizes.tp
     return round(tokens * (kept * _in_flight(sizes, stage) + computed))
-
-
-def kept_per_token(
-    spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]
-) -> tuple[float, float, float]:
-    """Return the bytes per token one layer keeps for backward: (attention, MLP, norms and the
-    inputs of the two blocks). Mean over these layers, numbered from 0. part: ranks to share a
-    sequence."""
-    heads = spec.num_heads + spec.num_kv_heads
-    # q, k, v as they came; q and k rotated; the output, the size of q
-    attention = 3 * heads * spec.head_dim * width / sizes.tp
-    if spec.latent is not None:  # keys and values as they came; inputs and outputs of norms
-        attention += spec.num_heads * (spec.latent.plain_dim + spec.value_dim) * width / sizes.tp
-        attention += spec.latent.down_width * (4 + 2 * width) / part
-    share = sum(map(spec.has_experts, layers)) / max(len(layers), 1)
-    mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate, up, silu(gate), product
-    if spec.moe is not None:  # tokens spread evenly; one copy per expert and part of it
-        # gate, up, silu(gate), product; with a limit: both clamped, sigmoid, product by weights
-        widths = 4 if spec.glu_limit is None else 8
-        experts = spec.moe.experts_per_token * (widths * spec.ffn_size + sizes.etp * spec.hidden_size) * width / part
-        mlp += share * (experts + 4 * spec.moe.shared_ffn_size * width / sizes.tp)
-    # each norm: float32 input, normed output, the product's input (output norm: the next input)
-    rest = (4 if spec.output_norms else 2) * spec.hidden_size * (4 + 2 * width) / part
-    return attention, mlp, rest
 
 
 def _in_flight(sizes: ParallelSizes, stage: int) -> float:

@@ -50,6 +50,38 @@ def _qwen3_moe(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, ex
     }
 
 
+def _hybrid(
+    architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, *, values: int, vocabulary: int
+) -> dict[str, Any]:
+    """Return a hybrid's shape. values: heads of a delta net's values."""
+    return _decoder(architecture, hidden, layers, heads, kv_heads, ffn) | {
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "layer_types": layers // 4 * (3 * ["linear_attention"] + ["full_attention"]),
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+        "vocab_size": vocabulary,
+    }
+
+
+def _hybrid_moe(architecture: str, layers: int, experts: int, per_token: int, vocabulary: int) -> dict[str, Any]:
+    return _hybrid(architecture, 2048, layers, 16, 2, 5120, values=32, vocabulary=vocabulary) | {
+        "decoder_sparse_step": 1,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_experts": experts,
+        "num_experts_per_tok": per_token,
+        "shared_expert_intermediate_size": 512,
+    }
+
+
 def _glm_moe(
     hidden: int, layers: int, ffn: int, expert_ffn: int, experts: int, dense: int, *, scaling: float, qk_norm: bool
 ) -> dict[str, Any]:
@@ -131,6 +163,14 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 4, 6144, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 4, 12288, 1536),
+    # Qwen/Qwen3.5-*, Qwen3.6-*, of text alone (docs/checkpoints.md), and Qwen/Qwen3-Next-80B-A3B-*; without the
+    # layers of multi-token prediction
+    "qwen3.5-9b": _hybrid("Qwen3_5ForCausalLM", 4096, 32, 16, 4, 12288, values=32, vocabulary=248320),
+    "qwen3.5-27b": _hybrid("Qwen3_5ForCausalLM", 5120, 64, 24, 4, 17408, values=48, vocabulary=248320),
+    "qwen3.5-35b-a3b": _hybrid_moe("Qwen3_5MoeForCausalLM", 40, 256, 8, 248320),
+    "qwen3.6-27b": _hybrid("Qwen3_5ForCausalLM", 5120, 64, 24, 4, 17408, values=48, vocabulary=248320),
+    "qwen3.6-35b-a3b": _hybrid_moe("Qwen3_5MoeForCausalLM", 40, 256, 8, 248320),
+    "qwen3-next-80b-a3b": _hybrid_moe("Qwen3NextForCausalLM", 48, 512, 10, 151936),
     # zai-org/GLM-4-9B-0414: defaults of transformers' Glm4Config
     "glm-4-9b": _decoder("Glm4ForCausalLM", 4096, 40, 32, 2, 13696)
     | {

@@ -1,5 +1,6 @@
 """Layers of each pipeline chunk. Only this module knows: model, memory and time ask here."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -86,3 +87,11 @@ def _cut(num_layers: int, num_parts: int, *, has_head: bool) -> list[int]:
     share, rest = divmod(num_layers, num_parts)
     end = num_parts - 1 if has_head else num_parts
     return [share + (end - rest <= part < end) for part in range(num_parts)]
+
+
+def kinds_of(spec: ModelSpec, layers: Sequence[int]) -> dict[int, int]:
+    """Return a layer of each kind among these, and their number: dense or with experts, attention
+    or a delta net."""
+    kinds = {layer: (spec.has_experts(layer), spec.has_attention(layer)) for layer in layers}
+    numbers = Counter(kinds.values())
+    return {layer: numbers[kind] for kind, layer in {kinds[layer]: layer for layer in reversed(layers)}.items()}

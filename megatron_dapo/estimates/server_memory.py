@@ -8,6 +8,7 @@ between, with those of both sides there.
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_critic
@@ -27,6 +28,13 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 # SGLang's own share of an 80 GB GPU for weights and KV cache: all but 0.5 GB, 1.5 MB per token of a
 # chunk of prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
+# Of delta nets SGLang keeps five states for a request at work: three for it and the cache of prefixes,
+# two with --mamba-radix-cache-strategy extra_buffer, its choice on GPUs; and 0.9 times as many bytes
+# as keys and values (sglang 0.5.23, mem_cache/kv_cache_configurator.py). States are float32, of the
+# convolution half precision.
+STATES_PER_REQUEST = 5
+STATES_RATIO = 0.9
+STATE_BYTES, CONV_BYTES = 4, 2
 # Bytes per second between a GPU and pinned memory, over PCIe 5.0 x16 (63 GB/s), in one direction.
 COPY_RATE = 55 * GB
 
@@ -38,28 +46,55 @@ class ServerParts:
     weights: int
     kv_cache: int  # the rest, for all tokens; below 0 if the weights do not fit
     kv_per_token: int  # of one token in its cache
+    states: int = 0  # of delta nets
+    states_per_request: int = 0
 
     @property
     def num_tokens(self) -> int:
         return max(0, self.kv_cache // self.kv_per_token)
 
+    @property
+    def num_requests(self) -> int | None:
+        """Return the requests at once by the states; None without delta nets."""
+        return max(0, self.states // self.states_per_request) if self.states_per_request else None
+
 
 def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = None) -> ServerParts:
-    """Return a server's share of the weights, in half precision, and its key-value cache. critic:
-    the spec of a critic of another size, which may be kept on a shared GPU."""
+    """Return a server's share of the weights, in half precision, its key-value cache, and states of
+    delta nets. critic: the spec of a critic of another size, which may be kept on a shared GPU."""
     server = config.actor_rollout_ref.rollout.server
     width = dtype_bytes(config)
     tp = server.tensor_model_parallel_size
     weights = num_all_parameters(spec) * width // tp
-    per_token = spec.num_layers * cache_width(spec, tp) * width
+    per_token = spec.num_attention_layers * cache_width(spec, tp) * width
     left = int(server_share(config, spec, critic) * config.trainer.gpu_memory_gb * GB) - weights
+    states = round(left * states_share(config, spec))
+    left -= states
     if server.max_total_tokens is not None:
         left = min(left, server.max_total_tokens * per_token)
-    return ServerParts(weights, left, per_token)
+    return ServerParts(weights, left, per_token, states, STATES_PER_REQUEST * state_bytes(spec) // tp)
+
+
+def states_share(config: Config, spec: ModelSpec) -> float:
+    """Return the part of a server's cache for states of delta nets."""
+    words = config.actor_rollout_ref.rollout.server.extra_args
+    ratios = (after for word, after in pairwise(words) if word == "--mamba-full-memory-ratio")
+    ratio = next((float(number) for number in ratios if number.replace(".", "", 1).isdecimal()), STATES_RATIO)
+    return ratio / (1 + ratio) if spec.delta_net else 0.0
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of a request's state in all delta nets: keys x values of each value head, and
+    the tokens before the next under the convolution."""
+    if (net := spec.delta_net) is None:
+        return 0
+    heads = net.num_value_heads * net.key_dim * net.value_dim * STATE_BYTES
+    conv = net.conv_channels * (net.conv_size - 1) * CONV_BYTES
+    return (spec.num_layers - spec.num_attention_layers) * (heads + conv)
 
 
 def cache_width(spec: ModelSpec, tp: int) -> int:
-    """Return the numbers per token and layer on a server's GPU: 2 x KV heads (at least one) x dim
+    """Return the numbers per token and layer with attention on a server's GPU: 2 x KV heads (at least one) x dim
     (arXiv 2309.06180, section 3). Latent attention has the vector and the rotated key, whole on
     each GPU (arXiv 2405.04434, section 2.1.3)."""
     if spec.latent is not None:

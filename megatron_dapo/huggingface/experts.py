@@ -6,6 +6,9 @@ from typing import Any, Literal
 SHARED_MOE_SIZES = ("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "intermediate_size")
 """Further fields of a mixture with shared experts: whole numbers above 0."""
 
+SHARED_EXPERT = "shared_expert_intermediate_size"
+"""Field with the width of a shared expert with a gate."""
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -23,6 +26,7 @@ class MoEConfig:
     num_dense_layers: int = 0  # first layers, with an MLP
     dense_ffn_size: int = 0  # width of that MLP
     shared_ffn_size: int = 0  # width of the shared experts together, every token's
+    shared_gate: bool = False  # a sigmoid per token multiplies the output of the shared experts
     score: Literal["softmax", "sigmoid"] = "softmax"  # function of the router's logits
     scaling_factor: float = 1.0  # of a sigmoid router's weights
     num_groups: int = 1  # a sigmoid router's groups of experts
@@ -69,7 +73,8 @@ def read_experts(hf: dict, source: str, has_shared_experts: bool) -> tuple[MoECo
             f"{source}: `norm_topk_prob: true` with num_experts_per_tok 1 is not supported: every weight is 1"
         ]
     if not has_shared_experts:
-        return MoEConfig(num_experts, per_token, norm), []
+        shared = hf.get(SHARED_EXPERT) or 0  # 0 unless the family has a gated one
+        return MoEConfig(num_experts, per_token, norm, shared_ffn_size=shared, shared_gate=shared > 0), []
     return _moe_with_shared_experts(hf, source, MoEConfig(num_experts, per_token, norm, score="sigmoid"))
 
 

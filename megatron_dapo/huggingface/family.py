@@ -94,6 +94,9 @@ class Family:
     is_latent: bool = False
     """Whether the attention is latent (`LatentAttention`)."""
 
+    has_delta_net: bool = False
+    """Whether most layers have a gated delta net for attention (`DeltaNet`)."""
+
     windows: Literal["rotated apart", "rotated alike"] | None = None
     """Whether layers with a window have rotary settings of their own; None without windows."""
 

@@ -13,6 +13,35 @@ Activation = Literal["silu", "gelu_tanh", "quick_gelu"]
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of gated delta net layers (arXiv 2412.06464): a state per head, and no keys kept.
+
+    A key head serves several value heads.
+    """
+
+    num_key_heads: int
+    """Heads of queries and keys."""
+    num_value_heads: int
+    """Heads of values, each with a state."""
+    key_dim: int
+    """Dimensions of a head of queries or keys."""
+    value_dim: int
+    """Dimensions of a head of values."""
+    conv_size: int
+    """Tokens under the convolution of queries, keys and values, the current one included."""
+
+    @property
+    def values_per_key(self) -> int:
+        """Return the value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def conv_channels(self) -> int:
+        """Return the numbers per token under the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A decoder: everything needed to build it, independent of the parallel layout."""
 
@@ -46,6 +75,9 @@ class ModelSpec:
     attention_sinks: bool = False  # a number per head in its softmax, without a value
     latent: LatentAttention | None = None  # None: q, k and v come from the hidden states
     windows: Windows | None = None  # None: all layers see all tokens before them
+    delta_net: DeltaNet | None = None  # None: all layers have attention
+    attention_every: int = 1  # the last of so many layers has attention, the others a delta net
+    attention_output_gate: bool = False  # a sigmoid of further queries multiplies attention's output
     moe: MoEConfig | None = None  # None: dense
     num_prediction_layers: int = 0  # of multi-token prediction, perhaps after the last layer
     value_head: bool = False  # a critic: one number per position, no log-probs
@@ -86,6 +118,15 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has experts."""
         return self.moe is not None and layer >= self.moe.num_dense_layers
+
+    def has_attention(self, layer: int) -> bool:
+        """Return whether a layer, counted from 0, has attention and not a delta net."""
+        return (layer + 1) % self.attention_every == 0
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_layers // self.attention_every
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the rows of the embedding: the vocabulary, rounded up.

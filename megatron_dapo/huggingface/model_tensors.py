@@ -48,8 +48,7 @@ def rows_of(spec: ModelSpec) -> list[Row]:
 
 def linear_modules(spec: ModelSpec) -> tuple[str, ...]:
     """Return the last names of a layer's linear modules, experts' too, in the order of the rows."""
-    first_and_last = (0, spec.num_layers - 1)  # layers with experts come after dense ones
-    rows = [row for layer in first_and_last for row in rows_of_layer(spec, layer)]
+    rows = [row for layer in range(spec.num_layers) for row in rows_of_layer(spec, layer)]
     return tuple(dict.fromkeys(name for row in rows for name in row.modules))
 
 
@@ -108,8 +107,9 @@ def _served(row: Row, index: int, numbers: dict[str, int], spec: ModelSpec) -> S
     """Return a server's form of one of a row's tensors. numbers: of layer and expert."""
     shape = row.shapes(spec)[index]
     first_axis = 1 if row.is_stacked else 0
+    served_as = row.served_as[index] if isinstance(row.served_as, tuple) else row.served_as
     return ServedTensor(
-        parameter=(row.served_as or row.hf[index]).format(**numbers),
+        parameter=(served_as or row.hf[index]).format(**numbers),
         place=(numbers.get("e", 0), index),
         cut=None if row.cut is None else first_axis + row.cut,
         blocks=row.blocks(spec)[index] if row.blocks else (),

@@ -14,7 +14,7 @@ class RopeScaling:
     """The difference of rotary frequencies from theta^(-2i/d), in the words of config.json.
 
     linear: all are divided by `factor`. llama3 (arXiv 2407.21783) and yarn (arXiv 2309.00071): only
-    long wavelengths are, with a smooth passage. `models.rotary` has the formulas.
+    long wavelengths are, with a smooth passage. `models.attention.rotary` has the formulas.
     """
 
     kind: Literal["linear", "llama3", "yarn"]

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.huggingface.experts import SHARED_MOE_SIZES, read_experts
+from megatron_dapo.huggingface.delta_sizes import ATTENTION_EVERY, DELTA_SIZES, IMAGE_CURE, read_delta_net
+from megatron_dapo.huggingface.experts import SHARED_EXPERT, SHARED_MOE_SIZES, read_experts
 from megatron_dapo.huggingface.family import Family
 from megatron_dapo.huggingface.latent import LATENT_SIZES, read_latent
 from megatron_dapo.huggingface.model_families import FAMILIES
@@ -19,6 +20,9 @@ LANGUAGE_MODEL, CLASSIFIERS = "ForCausalLM", ("ForTokenClassification", "ForSequ
 
 The first is of a family's language model, the others are of its body with another head.
 """
+
+IMAGE_MODEL = "ForConditionalGeneration"
+"""Ending of the name of an architecture of images and text."""
 
 
 def read_critic_spec(path: str | Path) -> ModelSpec:
@@ -76,8 +80,10 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     architecture = str(named[0]) if isinstance(named, list) and named else "none"
     family = FAMILIES.get(architecture)
     if family is None:
+        of_text = FAMILIES.get(architecture.replace(IMAGE_MODEL, LANGUAGE_MODEL))
+        cure = IMAGE_CURE if of_text and of_text.has_delta_net else ""
         raise UserError(
-            [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}"]
+            [f"{source}: architecture `{architecture}` is not supported; supported are {', '.join(FAMILIES)}{cure}"]
         )
     hf = {**family.defaults, **hf}
     wrong_types = _wrong_types(hf, source, family)
@@ -94,6 +100,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         read_windows(hf, source, has_local_rope) if family.windows and not wrong_types else (None, [])
     )
     latent, latent_problems = read_latent(hf, source) if family.is_latent and not wrong_types else (None, [])
+    delta, delta_problems = read_delta_net(hf, source) if family.has_delta_net and not wrong_types else (None, [])
     rope, rope_problems = read_rope(
         of_global_layers(hf) if has_local_rope else hf, source, family.partial_rotary, family.is_latent
     )
@@ -101,7 +108,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     missing = [f"{source}: `{key}` is missing" for key in required if hf.get(key) is None]
     if family.needs_rope and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         missing.append(f"{source}: `rope_parameters` is missing")
-    missing += moe_problems + window_problems + latent_problems
+    missing += moe_problems + window_problems + latent_problems + delta_problems
     if wrong_types or wrong or rope_problems or missing:
         raise UserError(wrong_types + wrong + rope_problems + missing)
     heads = hf["num_attention_heads"]
@@ -126,6 +133,8 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         qk_norm=bool(hf["use_qk_norm"]) if family.qk_norm is None else family.qk_norm,
         latent=latent,
         windows=windows,
+        delta_net=delta,
+        attention_every=hf[ATTENTION_EVERY] if delta else 1,
         moe=moe,
         num_prediction_layers=hf.get("num_nextn_predict_layers") or 0 if family.has_shared_experts else 0,
         **family.spec_fields(hf),
@@ -139,6 +148,7 @@ REQUIRED = (
 _SIZES = (*REQUIRED[:-1], "num_key_value_heads", "head_dim")
 _MOE_SIZES = ("num_experts", "num_local_experts", "num_experts_per_tok")
 _WINDOW_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_scalar")
+_WHOLE = ("first_k_dense_replace", "num_nextn_predict_layers")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "swiglu_limit")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "rope_interleave")
 
@@ -148,11 +158,11 @@ def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:
     sizes = (*_SIZES, family.ffn_key, *(_MOE_SIZES if family.is_moe else ()))
     sizes += SHARED_MOE_SIZES if family.has_shared_experts else ()
     sizes += LATENT_SIZES if family.is_latent else ()
+    sizes += (*DELTA_SIZES, ATTENTION_EVERY) if family.has_delta_net else ()
     sizes += _WINDOW_SIZES if family.windows else ()
     kinds: dict[str, tuple[str, Callable[[object], bool]]] = dict.fromkeys(sizes, ("a whole number above 0", _is_size))
-    if family.has_shared_experts:
-        whole = ("a whole number, 0 or above", lambda value: value == 0 or _is_size(value))
-        kinds |= dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), whole)
+    whole = ("a whole number, 0 or above", lambda value: value == 0 or _is_size(value))
+    kinds |= dict.fromkeys(_WHOLE if family.has_shared_experts else (SHARED_EXPERT,) if family.is_moe else (), whole)
     kinds["num_hidden_layers"] = ("a whole number from 1 to 10000", lambda value: _is_size(value, 10_000))
     kinds |= dict.fromkeys(_NUMBERS, ("a number above 0", _is_positive))
     kinds |= dict.fromkeys(_SWITCHES, ("true or false", lambda value: isinstance(value, bool)))

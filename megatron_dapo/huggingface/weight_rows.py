@@ -60,8 +60,11 @@ class Row:
     is_stacked: bool = False
     """Whether a tensor is a stack of all experts' tensors of a layer."""
 
-    served_as: str | None = None
-    """Name of the server's parameter with all of the tensors; None if each has its own name."""
+    served_as: str | tuple[str, ...] | None = None
+    """Name of the server's parameter with all of the tensors; None if each has its own name.
+
+    Several names: one per tensor.
+    """
 
     served_types: Callable[[ModelSpec], tuple[str, ...]] = lambda m: ()
     """A server's types for them, the usual one first; () for the trainer's type."""
@@ -129,7 +132,7 @@ def _head_norm(name: str) -> Row:
     """Return the row of the norm of each head, of queries (q) or keys (k)."""
     return Row(
         f"{ATTENTION}{name}_layernorm.weight", (f"{HF_ATTENTION}{name}_norm.weight",), "same",
-        lambda m: [(m.head_dim,)], where=lambda m: m.qk_norm,
+        lambda m: [(m.head_dim,)], where=lambda m: m.qk_norm, in_layer=ModelSpec.has_attention,
     )  # fmt: skip
 
 
@@ -138,7 +141,8 @@ def _vocabulary(megatron: str, hf: str, where: Callable[[ModelSpec], bool]) -> R
 
 
 def _qkv_heights(m: ModelSpec) -> list[tuple[int, ...]]:
-    return [(heads * m.head_dim,) for heads in (m.num_heads, m.num_kv_heads, m.num_kv_heads)]
+    num_queries = m.num_heads * (2 if m.attention_output_gate else 1)  # a head's gate is below its query
+    return [(heads * m.head_dim,) for heads in (num_queries, m.num_kv_heads, m.num_kv_heads)]
 
 
 def _qkv(kind: str, shapes: Shapes, where: Callable[[ModelSpec], bool] = lambda m: True) -> Row:
@@ -146,10 +150,11 @@ def _qkv(kind: str, shapes: Shapes, where: Callable[[ModelSpec], bool] = lambda 
     return Row(
         f"{ATTENTION}linear_qkv.{kind}", tuple(f"{HF_ATTENTION}{x}_proj.{kind}" for x in "qkv"), "qkv", shapes, cut=0,
         unit=lambda m: m.head_dim, served_as=f"{HF_ATTENTION}qkv_proj.{kind}", where=where,
+        in_layer=ModelSpec.has_attention,
     )  # fmt: skip
 
 
-def _mlp(
+def mlp_rows(
     megatron: str,
     hf: str,
     width: Callable[[ModelSpec], int],
@@ -172,7 +177,7 @@ def _mlp(
 
 def _experts() -> list[Row]:
     """Return the rows of a layer's experts, each with tensors of its own."""
-    rows = _mlp(
+    rows = mlp_rows(
         "mlp.experts.local_experts.{e}.", "mlp.experts.{e}.", lambda m: m.ffn_size, ModelSpec.has_experts,
         where=lambda m: m.moe is not None,
     )  # fmt: skip
@@ -197,7 +202,7 @@ def _is_dense(m: ModelSpec, layer: int) -> bool:
     return not m.has_experts(layer)
 
 
-def _has_shared_experts(m: ModelSpec) -> bool:
+def has_shared_experts(m: ModelSpec) -> bool:
     return m.moe is not None and m.moe.shared_ffn_size > 0
 
 
@@ -214,10 +219,10 @@ DECODER: tuple[Row, ...] = (
     _head_norm("k"),
     Row(
         ATTENTION + "linear_proj.weight", (HF_ATTENTION + "o_proj.weight",), "same",
-        lambda m: [(m.hidden_size, m.num_heads * m.value_dim)], cut=1,
+        lambda m: [(m.hidden_size, m.num_heads * m.value_dim)], cut=1, in_layer=ModelSpec.has_attention,
     ),
     norm_before_mlp("post_attention_layernorm"),
-    *_mlp("mlp.", "mlp.", lambda m: m.dense_ffn_size, _is_dense, where=lambda m: True),
+    *mlp_rows("mlp.", "mlp.", lambda m: m.dense_ffn_size, _is_dense, where=lambda m: True),
     Row(
         # SGLang holds it in float32 beside a bias
         ROUTER + "weight", (HF_LAYER + "mlp.gate.weight",), "same", router_shape, in_layer=ModelSpec.has_experts,
@@ -228,9 +233,9 @@ DECODER: tuple[Row, ...] = (
         where=_has_router_bias, in_layer=ModelSpec.has_experts,
     ),
     *_experts(),
-    *_mlp(
+    *mlp_rows(
         "mlp.shared_experts.", "mlp.shared_experts.", lambda m: moe(m).shared_ffn_size, ModelSpec.has_experts,
-        where=_has_shared_experts,
+        where=has_shared_experts,
     ),
     Row("decoder.final_layernorm.weight", ("model.norm.weight",), "same", norm_shape),
     Row("output_layer.weight", VALUE_HEAD[:1], "same", lambda m: [(1, m.hidden_size)], where=lambda m: m.value_head),

@@ -25,11 +25,12 @@ from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import expert_modules
+from megatron_dapo.models.attention.delta_net import put_delta_net
+from megatron_dapo.models.attention.latent_attention import put_latent_attention, suits_transformer_engine
+from megatron_dapo.models.attention.rotary import Rotary, rotary_frequencies
 from megatron_dapo.models.chunk import ModelChunk
 from megatron_dapo.models.expert_load import ChunkLoad
-from megatron_dapo.models.latent_attention import put_latent_attention, suits_transformer_engine
 from megatron_dapo.models.layers import (
-    ACTIVATIONS,
     ProductRoundedNorm,
     RMSNorm,
     Router,
@@ -41,7 +42,7 @@ from megatron_dapo.models.layers import (
 )
 from megatron_dapo.models.log_prob_head import LogProbHead
 from megatron_dapo.models.lora import add_adapters
-from megatron_dapo.models.rotary import Rotary, attention_scale, rotary_frequencies
+from megatron_dapo.models.megatron_settings import transformer_config
 from megatron_dapo.models.router_replay import ChunkReplay
 from megatron_dapo.models.user_buffers import make_user_buffers
 from megatron_dapo.models.value_head import ValueHead
@@ -107,6 +108,11 @@ def build_model(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "
             f"({spec.family}); set it to 1."
         )
+    if layout.cp > 1 and is_gpu() and spec.delta_net is not None:
+        raise UserError(
+            f"{MEGATRON}.context_parallel_size is {layout.cp}, but a gated delta net ({spec.family}) has none on GPUs "
+            f"yet; set it to 1."
+        )
     if layout.cp > 1 and is_gpu() and spec.latent is not None:
         raise UserError(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but a latent attention ({spec.family}) has none on GPUs "
@@ -116,7 +122,7 @@ def build_model(
         assert num_tokens is not None, "buffers have one length"
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)
     split = pipeline_split(spec.num_layers, layout.pp, layout.num_model_chunks, megatron.pipeline_layers)
-    config = _transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
+    config = transformer_config(spec, layout, megatron, split, use_te, for_training, fused=fused_head and is_gpu())
     if lora is not None and not expert_modules(spec).isdisjoint(lora.targets):
         config.moe_grouped_gemm = False  # it leaves no place for the adapter of one expert
     chunks = [
@@ -206,10 +212,6 @@ def _check_fp8(megatron: MegatronConfig) -> None:
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
 
 
-def _fp8(megatron: MegatronConfig) -> dict:
-    return {} if megatron.fp8 == "none" else dict(fp8=megatron.fp8, fp8_recipe=megatron.fp8_recipe)
-
-
 def _mark_experts(chunk: ModelChunk) -> None:
     """Mark the experts' parameters for the reduction over groups of their own.
 
@@ -226,151 +228,10 @@ def _mark_experts(chunk: ModelChunk) -> None:
 def _mark_sinks(chunk: ModelChunk) -> None:
     """Mark the sinks as cut by heads over tensor-parallel ranks: each rank's count in the norm."""
     for layer in chunk.decoder.layers:
-        sinks = getattr(layer.self_attention.core_attention, "softmax_offset", None)
+        core = getattr(layer.self_attention, "core_attention", None)  # a delta net has none
+        sinks = getattr(core, "softmax_offset", None)
         if sinks is not None:
             set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-
-
-def _moe(spec: ModelSpec, layout: ParallelLayout, use_te: bool) -> dict:
-    """Return the experts' settings: no token is dropped, only the policy's loss balances the
-    load."""
-    if spec.moe is None:
-        return {}
-    sigmoid = dict(
-        moe_router_score_function="sigmoid",
-        # as in transformers and servers, except for DeepSeek-V3 in bfloat16 on CPUs
-        moe_router_dtype="fp32",
-        moe_router_topk_scaling_factor=spec.moe.scaling_factor,
-        moe_router_num_groups=spec.moe.num_groups,
-        moe_router_group_topk=spec.moe.groups_per_token,
-    )
-    return dict(
-        num_moe_experts=spec.moe.num_experts,
-        moe_router_topk=spec.moe.experts_per_token,
-        moe_ffn_hidden_size=spec.ffn_size,
-        moe_shared_expert_intermediate_size=spec.moe.shared_ffn_size or None,
-        **(sigmoid if spec.moe.score == "sigmoid" else {}),
-        # softmax over the chosen experts is softmax over all, divided by the sum of the chosen
-        moe_router_pre_softmax=not spec.moe.norm_topk_prob,
-        moe_router_load_balancing_type="none",
-        moe_grouped_gemm=use_te,
-        moe_permute_fusion=use_te,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-    )
-
-
-def _windows(spec: ModelSpec) -> dict:
-    """Return Megatron's settings of windows. Its size leaves out the token itself."""
-    if spec.windows is None:
-        return {}
-    return dict(
-        window_size=(spec.windows.size - 1, 0),
-        window_attn_skip_freq=[int(is_local) for is_local in spec.windows.is_local],
-    )
-
-
-def _recompute(megatron: MegatronConfig, spec: ModelSpec) -> dict:
-    assert megatron.recompute_granularity != "auto", "estimates/recompute.py says what it stands for"
-    if megatron.recompute_granularity == "full":
-        return dict(
-            recompute_granularity="full",
-            recompute_method=megatron.recompute_method,
-            recompute_num_layers=megatron.recompute_num_layers,
-        )
-    if megatron.recompute_granularity == "selective":
-        modules: list[str] = list(megatron.recompute_modules)
-        # Megatron calls experts "moe"; its dense layers have an "mlp"
-        if "mlp" in modules and spec.moe is not None:
-            modules += ["moe"]
-            if not spec.moe.num_dense_layers:
-                modules.remove("mlp")
-        return dict(recompute_granularity="selective", recompute_modules=modules)
-    return {}
-
-
-def megatron_layout(split: PipelineSplit) -> list[list[str]] | None:
-    """Return each chunk's layers, embedding and head (loss) in Megatron's words; None for one
-    stage."""
-    if split.num_stages == 1:
-        return None
-    chunks = [["decoder"] * number for number in split.layers]
-    chunks[0].insert(0, "embedding")
-    chunks[-1].append("loss")
-    return chunks
-
-
-def _transformer_config(
-    spec: ModelSpec,
-    layout: ParallelLayout,
-    megatron: MegatronConfig,
-    split: PipelineSplit,
-    use_te: bool,
-    for_training: bool,
-    fused: bool,
-) -> TransformerConfig:
-    dtype = model_dtype(megatron.dtype)
-    return TransformerConfig(
-        num_layers=spec.num_layers,
-        hidden_size=spec.hidden_size,
-        ffn_hidden_size=spec.dense_ffn_size or spec.ffn_size,
-        num_attention_heads=spec.num_heads,
-        num_query_groups=spec.num_kv_heads,
-        kv_channels=spec.value_dim,
-        softmax_scale=attention_scale(spec),
-        normalization="RMSNorm",
-        layernorm_epsilon=spec.norm_eps,
-        layernorm_zero_centered_gamma=spec.zero_centered_norms,
-        qk_layernorm=spec.qk_norm,
-        add_bias_linear=spec.linear_biases,
-        add_qkv_bias=spec.qkv_bias,
-        softmax_type="learnable" if spec.attention_sinks else "vanilla",
-        gated_linear_unit=True,
-        activation_func=ACTIVATIONS[spec.activation],
-        activation_func_clamp_value=spec.glu_limit,
-        glu_linear_offset=0.0 if spec.glu_limit is None else 1.0,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        pipeline_model_parallel_layout=megatron_layout(split),
-        context_parallel_size=layout.cp,  # Megatron's default kind, p2p: keys and values go round
-        sequence_parallel=layout.sp,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=not is_gpu(),
-        # Every parameter is loaded afterwards, but initialization marks the parameters cut over TP
-        # ranks. Without the marks the gradient norm counts them wrongly. On a CPU it first makes
-        # each whole tensor.
-        perform_initialization=for_training,
-        # micro-batches differ in length, so pipeline stages tell each other the shape
-        variable_seq_lengths=True,
-        # Transformer Engine's layers exchange activations in its user buffers while they multiply
-        tp_comm_overlap=megatron.tp_comm_overlap,
-        # for dense models too: the default refuses the line above
-        moe_token_dispatcher_type="alltoall",
-        # the loss function returns (sum, count); only Megatron divides the gradients, by the global
-        # count
-        calculate_per_token_loss=True,
-        # torch.compile makes SwiGLU one kernel forward and one backward, in Transformer Engine's
-        # layers, too
-        bias_activation_fusion=fused and spec.activation == "silu",
-        # without dropout there is little to fuse; attention is never Megatron's own masked softmax
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        # asks for apex because of the unused output layer; training/optimizer.py turns it on
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=use_te,
-        apply_rope_fusion=use_te,
-        # interleaved pipelining on gloo and NCCL alike: separate sends and receives
-        **(dict(overlap_p2p_comm=True, batch_p2p_comm=False) if layout.vpp else {}),
-        **_windows(spec),
-        **_moe(spec, layout, use_te),
-        **_recompute(megatron, spec),
-        **_fp8(megatron),
-    )
 
 
 def norms_apart(layer: ModuleSpec, is_dense: bool) -> None:
@@ -420,17 +281,21 @@ def _block_spec(
             linear_biases=spec.linear_biases,
             norm=norm,
         )
-    kinds = {
-        has_experts: make(num_experts if has_experts else None) for has_experts in {*map(spec.has_experts, numbers)}
-    }
+    kind_of = {number: (spec.has_experts(number), spec.has_attention(number)) for number in numbers}
+    kinds = {kind: make(num_experts if kind[0] else None) for kind in {*kind_of.values()}}
     if spec.latent is not None:
         for layer in kinds.values():
             put_latent_attention(layer, spec.latent, None if megatron_rotates(spec, use_te) else rotary)
+    if spec.delta_net is not None:
+        for layer in (layer for (_, has_attention), layer in kinds.items() if not has_attention):
+            if use_te and not has_adapters:
+                attention_norm_apart(layer)
+            put_delta_net(layer, spec.delta_net)
     if spec.output_norms:
         for layer in kinds.values():
             norm_outputs(layer, config)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[spec.has_experts(number)] for number in numbers],
+        layer_specs=[kinds[kind_of[number]] for number in numbers],
         layer_norm=LayerNormImpl if use_te else norm,
     )
 

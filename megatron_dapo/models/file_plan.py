@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import hf_tensors
-from megatron_dapo.models.safetensors_files import SINGLE, SafetensorsFolder, TensorSpec, file_order
+from megatron_dapo.models.safetensors_files import DTYPES, SINGLE, SafetensorsFolder, TensorSpec, file_order
 from megatron_dapo.models.weight_map import stored_dtype
 
 _FILE_BYTES = 4 * 2**30
@@ -27,6 +27,8 @@ class FilePlan:
     """Metadata of the index; None for a single file without index."""
     num_bytes: int
     """Bytes of all tensors, as planned."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Types, in a file's words, of tensors in another type than `stored_dtype`."""
 
     @classmethod
     def standard(cls, spec: ModelSpec, dtype: torch.dtype, file_bytes: int = _FILE_BYTES) -> "FilePlan":
@@ -61,8 +63,18 @@ class FilePlan:
                 files[name] = kept
         metadata = {name: folder.files[name].metadata for name in files}
         index = None if folder.index is None else folder.index.get("metadata", {})
-        num_bytes = sum(folder.tensor(tensor).num_bytes for kept in files.values() for tensor in kept)
-        return cls(files, metadata, index, num_bytes)
+        stored = {tensor: folder.tensor(tensor) for kept in files.values() for tensor in kept}
+        num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+        dtypes = {
+            name: tensor.dtype
+            for name, tensor in stored.items()
+            if stored_dtype(name, torch.bfloat16) == torch.float32 != DTYPES[tensor.dtype]
+        }
+        return cls(files, metadata, index, num_bytes, dtypes)
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of a tensor in files of this type."""
+        return DTYPES[self.dtypes[name]] if name in self.dtypes else stored_dtype(name, dtype)
 
     def index_json(self, num_bytes: int) -> str | None:
         """Return the index as transformers writes it; None without one.

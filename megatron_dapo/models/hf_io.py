@@ -29,7 +29,7 @@ from megatron_dapo.models.safetensors_files import (
     TensorSpec,
     byte_view,
 )
-from megatron_dapo.models.weight_map import Entry, stored_dtype, weight_entries
+from megatron_dapo.models.weight_map import Entry, weight_entries
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.staged_folder import StagedFolder
@@ -305,7 +305,7 @@ class _Export:
         """
         shapes = shapes | {copy: shapes[name] for copy, name in self._stored_as.items()}
         tensors = {
-            file: [TensorSpec(name, shapes[name], stored_dtype(name, self._dtype)) for name in names]
+            file: [TensorSpec(name, shapes[name], self._plan.dtype_of(name, self._dtype)) for name in names]
             for file, names in self._plan.files.items()
         }
         self.num_bytes = sum(spec.num_bytes for specs in tensors.values() for spec in specs)

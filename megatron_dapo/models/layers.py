@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dapo.huggingface.model_spec import Activation
+from megatron_dapo.models.attention.rotary import Rotary
+from megatron_dapo.models.attention.segments import segments_by_length
 from megatron_dapo.models.context_parallel import ContextCut
-from megatron_dapo.models.rotary import Rotary
-from megatron_dapo.models.segments import segments_by_length
 
 
 def mark(parameter: torch.nn.Parameter, **marks: bool) -> None:

@@ -15,7 +15,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dapo.huggingface.model_spec import ModelSpec
+from megatron_dapo.huggingface.families.qwen3_5 import A_LOG
+from megatron_dapo.huggingface.model_spec import DeltaNet, ModelSpec
 from megatron_dapo.huggingface.model_tensors import rows_of
 from megatron_dapo.huggingface.weight_rows import ROUTER_BIAS, Row
 
@@ -38,23 +39,32 @@ def _join_qkv(parts: list[Tensor], spec: ModelSpec) -> Tensor:
 
     In all families, the two halves of a head's rotated rows of q and k become the two coordinates
     of each pair. Products of q and k do not depend on the order of the dimensions.
+
+    A gate's rows, below those of its q head, come after all q heads of the group.
     """
     q, k, v = (part.unflatten(0, (-1, spec.head_dim)) for part in parts)
     if spec.rotary_interleaved:
         order = _halves(spec)
         q, k = q[:, order], k[:, order]
-    q = q.unflatten(0, (k.size(0), -1))
+    q = q.unflatten(0, (k.size(0), -1, _rows_per_query(spec))).transpose(1, 2).flatten(1, 2)
     return torch.cat([q, k[:, None], v[:, None]], dim=1).flatten(0, 2)
 
 
 def _split_qkv(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
-    heads_per_group = spec.num_heads // spec.num_kv_heads
-    grouped = shard.unflatten(0, (-1, heads_per_group + 2, spec.head_dim))
-    q, k, v = grouped.split([heads_per_group, 1, 1], dim=1)
+    num_rows = _rows_per_query(spec)
+    rows_per_group = num_rows * spec.num_heads // spec.num_kv_heads
+    grouped = shard.unflatten(0, (-1, rows_per_group + 2, spec.head_dim))
+    q, k, v = grouped.split([rows_per_group, 1, 1], dim=1)
+    q = q.unflatten(1, (num_rows, -1)).transpose(1, 2).flatten(1, 2)
     if spec.rotary_interleaved:
         order = torch.tensor(_halves(spec)).argsort()
         q, k = q[:, :, order], k[:, :, order]
     return [part.flatten(0, 2) for part in (q, k, v)]
+
+
+def _rows_per_query(spec: ModelSpec) -> int:
+    """Return 2 if a q head has a gate, of as many rows, else 1."""
+    return 2 if spec.attention_output_gate else 1
 
 
 def _halves(spec: ModelSpec) -> list[int]:
@@ -120,6 +130,50 @@ def _split_interleaved(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
     return [columns.t().contiguous() if columns.dim() > 1 else columns]
 
 
+def _by_key_heads(widths: Callable[[DeltaNet], list[list[int]]]) -> Transform:
+    """Return the transform of a delta net: the rows of a key head side by side.
+
+    widths: per Hugging Face tensor, rows of a key head in each of its blocks.
+    """
+
+    def rows(num_rows: int, spec: ModelSpec, device: torch.device) -> list[Tensor]:
+        """Return the places in the shard of each tensor's rows."""
+        by_tensor = widths(_net(spec))
+        flat = [width for of_blocks in by_tensor for width in of_blocks]
+        places = torch.arange(num_rows, device=device).view(-1, sum(flat))
+        blocks = iter(places.split(flat, dim=1))
+        return [torch.cat([next(blocks).flatten() for _ in of_blocks]) for of_blocks in by_tensor]
+
+    def join(parts: list[Tensor], spec: ModelSpec) -> Tensor:
+        together = torch.cat(parts)
+        places = torch.cat(rows(together.size(0), spec, together.device))
+        return together[places.argsort()]
+
+    def split(shard: Tensor, spec: ModelSpec) -> list[Tensor]:
+        return [shard[places] for places in rows(shard.size(0), spec, shard.device)]
+
+    return Transform(join, split)
+
+
+def _net(spec: ModelSpec) -> DeltaNet:
+    assert spec.delta_net is not None
+    return spec.delta_net
+
+
+def _mixed(net: DeltaNet) -> list[int]:
+    """Return the rows of a key head under the convolution: query, key, values."""
+    return [net.key_dim, net.key_dim, net.values_per_key * net.value_dim]
+
+
+def _inputs(net: DeltaNet) -> list[list[int]]:
+    values = net.values_per_key
+    return [_mixed(net), [values * net.value_dim], [values], [values]]
+
+
+def _inputs_by_heads(net: DeltaNet) -> list[list[int]]:
+    return [[sum(map(sum, _inputs(net)[:2]))], [2 * net.values_per_key]]
+
+
 SAME = Transform(lambda parts, spec: parts[0], lambda shard, spec: [shard])
 TRANSFORMS: dict[str, Transform] = {
     "same": SAME,
@@ -128,6 +182,9 @@ TRANSFORMS: dict[str, Transform] = {
     "latent": Transform(_join_latent, _split_latent),
     "latent_queries": Transform(_join_latent_queries, _split_latent_queries),
     "interleaved": Transform(_join_interleaved, _split_interleaved),
+    "delta_inputs": _by_key_heads(_inputs),
+    "delta_inputs_by_heads": _by_key_heads(_inputs_by_heads),
+    "delta_conv": _by_key_heads(lambda net: [_mixed(net)]),
     "transposed": Transform(lambda parts, spec: parts[0].t(), lambda shard, spec: [shard.t().contiguous()]),
 }
 
@@ -136,8 +193,9 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the type of a tensor in a model of this type.
 
     A router's bias is always in float32, because it decides between scores that lie close together.
+    So is the logarithm of a delta net's decay, because a state keeps its effect over many tokens.
     """
-    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+    return torch.float32 if name.endswith((ROUTER_BIAS, A_LOG)) else dtype
 
 
 def split_blocks(part: Tensor, blocks: Sequence[int], num_ranks: int) -> tuple[Tensor, ...]:

@@ -111,9 +111,7 @@ class WeightSource:
             return None
         slots = [slot for spec in specs for _, slot in sorted(self._slots[spec.name].items())]
         here = [i for i, slot in enumerate(slots) if slot.owner in (None, layout.ep_rank)]
-        # q, k, v: one parameter
-        split = {id(slots[i].entry): self._split(slots[i].entry) for i in here}
-        full = {i: split[id(slots[i].entry)][slots[i].part] for i in here}
+        full = self._parts(slots, here)
         cut = [i for i in here if slots[i].entry.cut is not None]
         of_experts = [i for i in cut if slots[i].owner is not None]
         if layout.tp > 1 and layout.copy_rank == 0:
@@ -126,6 +124,20 @@ class WeightSource:
         if not layout.is_source:
             return None
         return self._whole(specs, [full[i] for i in range(len(slots))])
+
+    def _parts(self, slots: list[_Slot], here: list[int]) -> dict[int, Tensor]:
+        """Return this rank's parts of the slots numbered in `here`.
+
+        q, k and v are parts of one parameter: it is split once, and its other parts are dropped.
+        """
+        by_parameter: dict[int, list[int]] = {}
+        for i in here:
+            by_parameter.setdefault(id(slots[i].entry), []).append(i)
+        full: dict[int, Tensor] = {}
+        for numbers in by_parameter.values():
+            parts = self._split(slots[numbers[0]].entry)
+            full |= {i: parts[slots[i].part] for i in numbers}
+        return full
 
     def _whole(self, specs: list[TensorSpec], parts: list[Tensor]) -> list[Tensor]:
         """Return the full tensors from their parts: stacked, or without the padding of the

@@ -102,11 +102,6 @@ class GroupQueue:
         return len(self._open)
 
     @property
-    def num_with_signal(self) -> int:
-        """Return the number of waiting groups for a step, decided on or not."""
-        return self.num_ready + sum(verdict.reason is None or self.limits.masks for verdict in self._finished.values())
-
-    @property
     def num_groups_wanted(self) -> int:
         """Return the number of groups lacking in the next step; open ones do not count."""
         return 0 if self._batches else self.limits.train_batch_size - len(self._kept)

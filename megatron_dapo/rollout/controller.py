@@ -171,11 +171,10 @@ class Controller:
             "rollout/num_moves": counts.pop("moves", 0),
             **restart_metrics(metrics, counts.pop("restarts", 0)),
             **self._servers.take_speeds(),
+            **self._servers.take_room_used(),
             **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
-        if kv_used := self._servers.take_kv_used():
-            metrics |= dict(zip(("rollout/kv_used_mean", "rollout/kv_used_max"), kv_used, strict=True))
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
         return metrics

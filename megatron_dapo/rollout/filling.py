@@ -12,7 +12,6 @@ from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.time_spent import TimeSpent
-from megatron_dapo.servers.fleet import is_blocked
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_pool import ServerPool
 
@@ -147,15 +146,10 @@ class Filling:
         return self._held.take()
 
     def _is_blocked(self) -> bool:
-        """Return whether slow requests hold up the run."""
+        """Return whether a slot is free, and only `max_staleness` keeps it so."""
         version = self._servers.version
         has_free_slot = self._servers.num_free_slots > self._num_arriving
-        return is_blocked(
-            is_held=has_free_slot and version is not None and self._queue.is_held(version),
-            is_waited_for=self._is_waited_for,
-            num_with_signal=self._queue.num_with_signal,
-            size=self._queue.limits.train_batch_size,
-        )
+        return has_free_slot and version is not None and self._queue.is_held(version)
 
     def _check_servers(self) -> None:
         """Raise NeedsSync if no server has the weights, or if some came back without them.

@@ -131,25 +131,14 @@ def pick(
     return min(free, key=order).name if free else None
 
 
-def is_blocked(*, is_held: bool, is_waited_for: bool, num_with_signal: int, size: int) -> bool:
-    """Return whether slow requests hold up the run.
-
-    is_held: a seat is free, and only `max_staleness` keeps it so. is_waited_for: by the trainer,
-    for a step of `size` groups. num_with_signal: ready groups and finished ones; from `size` on
-    only the oldest answers lack. Without a free seat this is only told
-    (`rollout/blocked_s`): it moves nothing, as such a move needs one.
-    """
-    return is_held or (is_waited_for and num_with_signal >= size)
-
-
 def moves(
     servers: Sequence[ServerLoad], requests: Iterable[RequestUnderWay], blocked: bool, time: TokenTime = TOKEN_TIME
 ) -> list[Move]:
     """Return the requests to move in this look, oldest first; not to be asked during a push.
 
     Requests leave a server with more than 1.25 seats + 2 until its seats are enough, and a drained
-    one at once. While the run is blocked, so do those of the oldest groups whose tokens take 1.5
-    times as long here as on a free seat.
+    one at once. While the run is blocked (a seat is free, and only `max_staleness` keeps it so), so
+    do those of the oldest groups whose tokens take 1.5 times as long here as on a free seat.
 
     Whether to move depends on time and on the tokens so far, never on the next one. It is a
     stopping time, and the next token has the same distribution elsewhere: answers have no bias.

@@ -16,6 +16,9 @@ from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
 
+FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_MAMBA_SSM_DTYPE": "float32"}
+"""Else the states of gated delta nets have a type of their own."""
+
 
 @dataclass(frozen=True)
 class ServerCommand:
@@ -57,7 +60,7 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
     if shares_gpus(config):
         arguments.append("--enable-memory-saver")
     model_json = model_json_of(config.actor_rollout_ref.model.path) or {}
-    if model_json.get("n_shared_experts"):
+    if model_json.get("n_shared_experts") or model_json.get("shared_expert_intermediate_size"):
         # else a GPU server keeps the shared expert as one more of the others, under names outside
         # the comparison
         arguments.append("--disable-shared-experts-fusion")
@@ -92,6 +95,8 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         environment |= ledger_variables(config, gpus)
         if rollout.deterministic:
             arguments += cpu_server.WHOLE_PROMPTS
+    if dtype == "float32":
+        environment = FLOAT32_STATES | environment
     program = ("-m", "megatron_dapo.servers.keyed_sglang", str(server_key_file(config)))
     command = (sys.executable, *program, *arguments, *settings.extra_args)
     environment |= COMMON | places_to_write(environment) | _own_tools(environment) | _no_proxy(environment, host)

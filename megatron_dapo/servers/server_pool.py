@@ -295,6 +295,7 @@ class ServerPool(ServerSlots):
         with suppress(ServerError):
             load = await server.client.load(_PROBE_TIMEOUT_S)
             self._kv_used.add(load.kv_used)
+            self._requests_used.add(load.requests_used)
             server.speedometer.note(load.work)
 
     async def _watch_all(self) -> None:
@@ -367,15 +368,13 @@ class ServerPool(ServerSlots):
 
     async def _move_requests(self) -> None:
         current = self._current()
-        is_blocked = self.is_blocked()
-        self._blocked_s += is_blocked * self._look_s
         if not self._may_move:
             return
         under_way = [pair for server in current for pair in server.requests_under_way()]
         order = {uid: number for number, uid in enumerate(sorted({uid for uid, _ in under_way}))}
         requests = [replace(request, group=order[uid]) for uid, request in under_way]
         names: dict[str, set[str]] = defaultdict(set)
-        for move in moves([server.load for server in current], requests, is_blocked):
+        for move in moves([server.load for server in current], requests, self.is_blocked()):
             names[move.source].add(move.request)
         # a failed question or abort moves nothing
         asked = (server.move_requests(names[server.url], _PROBE_TIMEOUT_S) for server in current if server.url in names)

@@ -48,7 +48,6 @@ class ServerSlots:
         # of the looks since `take_speeds`
         self._factor_max = 1.0
         self._num_slow = 0  # most servers at once without a seat
-        self._blocked_s = 0.0
         # all servers ever listed: their clients are closed in the end
         self._known: dict[str, Server] = {}
         self._max_concurrency = max_concurrency
@@ -68,6 +67,7 @@ class ServerSlots:
         self._slots_used = MeanOverTime()
         self._without_requests = MeanOverTime()
         self._kv_used = MeanAndMax()
+        self._requests_used = MeanAndMax()
 
     def mean_num_current(self) -> float:
         """Return the mean number of current servers since the last call."""
@@ -84,21 +84,23 @@ class ServerSlots:
         self._account()
         return self._without_requests.take()
 
-    def take_kv_used(self) -> tuple[float, float] | None:
-        """Return (mean, largest) share of a KV cache in use, over the looks since the last call.
+    def take_room_used(self) -> dict[str, float]:
+        """Return the metrics of the servers' room in use, over the looks since the last call.
 
-        Only servers with requests are looked at. None without a look.
+        Only servers with requests are looked at. Empty without a look.
         """
-        return self._kv_used.take()
+        names = ("rollout/kv_used_mean", "rollout/kv_used_max")
+        metrics = dict(zip(names, self._kv_used.take() or (), strict=False))
+        names = ("rollout/requests_used_mean", "rollout/requests_used_max")
+        return metrics | dict(zip(names, self._requests_used.take() or (), strict=False))
 
     def take_speeds(self) -> dict[str, float]:
         """Return the metrics of the servers' speeds since the last call."""
         metrics = {
             "rollout/server_factor_max": self._factor_max,
             "rollout/servers_slow": self._num_slow,
-            "rollout/blocked_s": self._blocked_s,
         }
-        self._factor_max, self._num_slow, self._blocked_s = 1.0, 0, 0.0
+        self._factor_max, self._num_slow = 1.0, 0
         self._note_speeds()
         for server in self.servers if len(self.servers) > 1 else ():
             name = server.url.partition("://")[2]

@@ -51,6 +51,7 @@ class Load:
     """A server at one moment."""
 
     kv_used: float  # share of its cache in use by its requests
+    requests_used: float  # share of the requests that it runs at once; states of delta nets bound them
     work: WorkDone | None
 
     @classmethod
@@ -62,7 +63,10 @@ class Load:
         """
         loads = answer["loads"]
         capacity = sum(load["max_total_num_tokens"] for load in loads)
-        return cls(sum(load["num_used_tokens"] for load in loads) / capacity, WorkDone.of(loads))
+        most = sum(load.get("max_running_requests", 0) for load in loads)
+        num_running = sum(load.get("num_running_reqs", 0) for load in loads)
+        kv_used = sum(load["num_used_tokens"] for load in loads) / capacity
+        return cls(kv_used, num_running / max(most, 1), WorkDone.of(loads))
 
 
 class Speedometer:

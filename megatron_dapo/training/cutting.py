@@ -25,11 +25,12 @@ class Cutter:
         )
         # the interleaved schedule deals micro-batches to the stages in rounds
         self.num_microbatches_multiple = layout.pp if layout.vpp else 1
+        share = spec.num_attention_layers / spec.num_layers
         self._cost = CostModel.of_decoder(
             hidden_size=spec.hidden_size,
             ffn_size=round(spec.mean_active_ffn_size),
             attention_weights=attention_weights(spec),
-            attention_width=spec.num_heads * (spec.head_dim + spec.value_dim) / 2,
+            attention_width=share * spec.num_heads * (spec.head_dim + spec.value_dim) / 2,
         )
 
     def schedule(self, samples: Sequence[TrainSample]) -> list[Bins]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dapo.models.attention.delta_net import GatedDeltaNet
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.layers import PackedAttention
 from megatron_dapo.platform import transformer_engine
@@ -27,7 +28,7 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
         why = f"Transformer Engine cannot be imported: {error}" if error else "no Transformer Engine"
         yield f"layers of our own ({why})"
     layers = (layer for chunk in model.chunks for layer in chunk.decoder.layers)
-    yield from sorted({_attention(layer.self_attention.core_attention) for layer in layers})
+    yield from sorted({_attention(layer.self_attention) for layer in layers})
     yield "fused SwiGLU" if config.bias_activation_fusion else "plain SwiGLU"
     yield f"weights in {str(config.params_dtype).removeprefix('torch.')}" + (
         f", FP8 {config.fp8}" if config.fp8 else ""
@@ -39,8 +40,12 @@ def _parts(model: ModelParts, state: TrainingState) -> Iterator[str]:
     yield f"optimizer {' and '.join(sorted(set(_optimizers(state))))}"
 
 
-def _attention(core: torch.nn.Module) -> str:
-    """Return the name of a layer's attention."""
+def _attention(attention: torch.nn.Module) -> str:
+    """Return the name of a layer's attention, or of what stands in its place."""
+    if isinstance(attention, GatedDeltaNet):
+        is_half = attention.config.params_dtype in (torch.float16, torch.bfloat16)
+        return f"gated delta nets {'of flash-linear-attention' if is_gpu() and is_half else 'in torch'}"
+    core = attention.core_attention
     if not isinstance(core, PackedAttention):
         return "its attention (flash or fused, as it chooses)"
     is_half = core.config.params_dtype in (torch.float16, torch.bfloat16)

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.kernels.fused_head import KLReference
 from megatron_dapo.kernels.row_plan import to_device
+from megatron_dapo.models.attention.segments import Packing
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.models.context_parallel import ContextCut
 from megatron_dapo.models.log_prob_head import LossTask, Scores, ScoreTask
@@ -159,7 +160,7 @@ def run_micro_batches(
     )
 
 
-def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> PackedSeqParams | None:
+def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> Packing | None:
     """Return Megatron's description of the packing; None for a padded rectangle.
 
     Args:
@@ -172,4 +173,5 @@ def packed_seq_params(batch: MicroBatch, *, is_cut: bool = False) -> PackedSeqPa
     offsets = batch.cu_seqlens
     longest = batch.max_seqlen
     padded = dict(cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets) if is_cut else {}
-    return PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, **padded)
+    bounds = tuple(accumulate(batch.widths, initial=0))
+    return Packing("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest, bounds=bounds, **padded)

@@ -140,7 +140,6 @@ UNEVEN = {
     "pp4": {"uneven": [f"{LAYERS}=[0,1,3,0]"]},
 }
 
-
 ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
 ALL_KINDS = "tp2_sp_pp2"
 
@@ -303,22 +302,27 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
 
 # families with layers of several kinds, in one start; the other ranks are data parallelism
 FAMILIES = own_layers(is_mixture=False)
-FAMILY_LAYOUTS = {"tp1": {}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
-FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
+FAMILY_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 
 
-def family_variants(layout: str) -> dict[str, list[str]]:
+def family_variants(layout: str, family: str) -> dict[str, list[str]]:
+    small = {"small": CUTS["small"]}
+    if layout in ("cp2", "tp2"):  # tp2 is of a weight that is whole beside heads that are cut
+        return small if layout == "cp2" or family == "qwen3_5" else {}
     extra = {"tp1": {"whole": [], **RECOMPUTED}, "tp2_sp": {"sharded": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}}
-    chosen = {"small": CUTS["small"]} if layout == "cp2" else FAMILY_VARIANTS | extra.get(layout, {})
+    return small | {"padded": CUTS["padded"]} | extra.get(layout, {})
+
+
+def variants_of_families(layout: str) -> dict[str, list[str]]:
     return {
         f"{family}/{name}": [f"actor_rollout_ref.model.path=OTHER({family})", *overrides]
         for family in FAMILIES
-        for name, overrides in chosen.items()
+        for name, overrides in family_variants(layout, family).items()
     }
 
 
 FAMILY_RUNS = in_short(
-    by_world_size(FAMILY_LAYOUTS, {name: 1 if name == "tp1" else 2 for name in FAMILY_LAYOUTS}, family_variants)
+    by_world_size(FAMILY_LAYOUTS, {name: 1 if name == "tp1" else 2 for name in FAMILY_LAYOUTS}, variants_of_families)
 )
 FAMILY_CASES = cases_of(FAMILY_RUNS)
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.parity_worker import BUCKET_BYTES
-from tests.families import FAMILIES, parity_models
+from tests.families import FAMILIES, TinyFamily, parity_models
 from tests.forked_ranks import run_ranks
 from tests.proofs import covering
 from tests.tiny_models import make_tiny
@@ -56,7 +56,11 @@ MIXTURE_LAYOUTS = {
 
 def has_layout(model: str, sizes: dict) -> bool:
     """Megatron-core cuts no experts with biases."""
-    return FAMILIES[(MODELS | MIXTURES)[model]["family"]].cuts_experts or "etp" not in sizes
+    return family_of(model).cuts_experts or "etp" not in sizes
+
+
+def family_of(model: str) -> TinyFamily:
+    return FAMILIES[(MODELS | MIXTURES)[model]["family"]]
 
 
 PAIRS = [
@@ -70,12 +74,14 @@ PAIRS = [
 CASES = [f"{model}/{layout}" for layout, _, model in (pair.partition("/") for pair in covering(PAIRS))]
 
 
-def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Of transformers in float64."""
+def hugging_face_log_probs(
+    path: Path, sequences: list[list[int]], dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Of transformers."""
     from transformers import AutoModelForCausalLM
 
     how = dict(attn_implementation="eager", experts_implementation="eager")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, **how).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).eval()
     answers = []
     with torch.no_grad():
         for tokens in sequences:
@@ -124,7 +130,7 @@ def test_log_probs_equal_those_of_transformers(runs, case, packing):
     for index, expected in enumerate(oracle[model]):
         # log-probs of these random models reach -20: float32 logits of that size are right to one
         # part in a million
-        torch.testing.assert_close(got[index].double(), expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(got[index].double(), expected, rtol=1e-6, atol=family_of(model).error)
 
 
 @pytest.mark.parametrize("case", CASES)

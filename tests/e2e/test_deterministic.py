@@ -27,7 +27,8 @@ pytestmark = pytest.mark.e2e
 
 NUM_STEPS, NUM_GROUPS, N = 4, 2, 4
 TIMED = ("time", "perf/", "weight_sync/", "val/seconds", "reward/wait_share", "rollout/seconds", "rollout/tokens_per_s",
-         "rollout/slots_used", "rollout/servers_waiting", "rollout/kv_used", "rollout/blocked_s")  # fmt: skip
+         "rollout/slots_used", "rollout/servers_waiting", "rollout/kv_used",
+         "rollout/requests_used")  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ OF_ADAPTERS = f"{LORA}::test_loss_gradients_of_adapters_and_merged_weights_are_t
 LAYERS, OPTIMIZER = "megatron_dapo/models/layers.py", "megatron_dapo/training/optimizer.py"
 BUILD, ADAPTERS = "megatron_dapo/models/build.py", "megatron_dapo/models/lora.py"
 STATISTICS, SCHEDULE = "megatron_dapo/kernels/statistics.py", "megatron_dapo/training/schedule.py"
+DELTA_NET = "megatron_dapo/models/attention/delta_net.py"
 TRAJECTORY = "megatron_dapo/rollout/trajectory.py"
 
 MERGED = "    return merge(gathered)\n"
@@ -100,6 +101,22 @@ BUGS = (
         f"    model.config.qk_layernorm = False\n{FINALIZED}",
         f"{OF_LAYOUTS}[tp2/token-mean/padded]",
         "tp1/token-mean/whole",
+    ),
+    PublishedBug(
+        "partial-gated-norm-gradient",
+        DELTA_NET,
+        "copy_to_tensor_model_parallel_region(self.weight, group=self._group)",
+        "self.weight",
+        f"{OF_FAMILIES}[tp2/qwen3_5/small]",
+        "tp1/qwen3_5/whole",
+    ),
+    PublishedBug(
+        "decays-not-in-the-norm",
+        DELTA_NET,
+        "set_tensor_model_parallel_attributes(parameter, True, 0, 1)",
+        "set_tensor_model_parallel_attributes(parameter, False, 0, 1)",
+        f"{OF_FAMILIES}[tp2_sp/qwen3_5/small]",
+        "tp1/qwen3_5/whole",
     ),
     PublishedBug(
         "local-layer-names",
@@ -143,7 +160,7 @@ BUGS = (
     ),
     PublishedBug(
         "replicated-weight-counted-tp-times",
-        "megatron_dapo/models/latent_attention.py",
+        "megatron_dapo/models/attention/latent_attention.py",
         "mark(self.weight, sequence_parallel=config.sequence_parallel)",
         "mark(self.weight, sequence_parallel=config.sequence_parallel, tensor_model_parallel=True)",
         f"{OF_SHARED}[tp2_sp_ep2/deepseek_v3_small]",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_dapo.servers import client as client_module
 from megatron_dapo.servers.client import FOREIGN_VERSION, SamplingParams, SGLangClient, generation_of
 from megatron_dapo.servers.server_error import ServerError
+from megatron_dapo.servers.speedometer import Load
 
 pytestmark = pytest.mark.unit
 
@@ -122,15 +123,16 @@ def test_an_answer_that_contradicts_itself_is_an_error_that_names_url_and_route(
     assert "http://127.0.0.1:" in str(error.value) and "/generate" in str(error.value)
 
 
-def test_the_use_of_a_cache_is_that_of_all_its_ranks():
-    def kv_used(answer: dict) -> float:
-        return ask({"GET /v1/loads": answer}, lambda client: client.load(5.0)).kv_used
+def test_the_use_of_a_cache_and_of_places_for_requests_is_that_of_all_its_ranks():
+    def load(answer: dict) -> Load:
+        return ask({"GET /v1/loads": answer}, lambda client: client.load(5.0))
 
-    loads = [{"num_used_tokens": used, "max_total_num_tokens": size} for used, size in ((10, 100), (200, 300))]
-    assert kv_used({"loads": loads}) == 210 / 400
+    names = ("num_used_tokens", "max_total_num_tokens", "num_running_reqs", "max_running_requests")
+    loads = [dict(zip(names, numbers, strict=True)) for numbers in ((10, 100, 3, 8), (200, 300, 1, 8))]
+    assert load({"loads": loads}) == Load(210 / 400, 4 / 16, None)
     for nonsense in ({"loads": []}, {"loads": [{"num_used_tokens": 1}]}, {}):
         with pytest.raises(ServerError, match="/v1/loads"):
-            kv_used(nonsense)
+            load(nonsense)
 
 
 def test_an_abort_returns_what_there_is():

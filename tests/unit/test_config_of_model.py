@@ -30,6 +30,11 @@ MODEL_CONTRADICTIONS = [
     ("", ["max_position_embeddings 3000"], {"max_position_embeddings": 3000}),
     ("rollout.server.tensor_model_parallel_size=5", ["server.tensor_model_parallel_size is 5"], {}),
     ("rollout.server.tensor_model_parallel_size=6", ["size is 6", "neither a divisor nor a multiple", "heads 4"], {}),
+    ("rollout.server.tensor_model_parallel_size=4", ["parallel_size is 4", "linear_num_key_heads 2"],
+     {"linear_num_key_heads": 2}),
+    ("rollout.max_staleness=1 rc.rollout_is=token weight_sync.pause_mode=in_place",
+     ["pause_mode is in_place", "state in a Qwen3_5ForCausalLM", "to retract"],
+     {"architectures": ["Qwen3_5ForCausalLM"]}),
     ("rollout.stop_token_ids=[1,1000]", ["[1000]", "1000 tokens"], {}),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "multiples of 16", "intermediate_size / TP is 264"],
      {"intermediate_size": 264}),
@@ -43,6 +48,28 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
     (sentence,) = mistakes(text, model_json=MODEL_JSON | model)
     assert all(word in sentence for word in words), sentence
     assert mistakes(text, model_json=None) == []
+
+
+HYBRID_JSON = MODEL_JSON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "linear_num_key_heads": 4,
+    "shared_expert_intermediate_size": 48,
+}
+HYBRID_CONTRADICTIONS = [
+    ("trainer.n_procs_per_node=8 tp=2 megatron.context_parallel_size=4",
+     ["x context_parallel_size is 8", "linear_num_key_heads 4"], {}),
+    ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "shared_expert_intermediate_size 47"],
+     {"shared_expert_intermediate_size": 47}),
+    ("megatron.fp8=hybrid", ["fp8 is hybrid", "gated delta nets", "set it to none"], {}),
+    ("trainer.n_procs_per_node=2 tp=2 megatron.sequence_parallel=true megatron.tp_comm_overlap=true",
+     ["tp_comm_overlap is true", "gated delta nets", "set it to false"], {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words", "change"), HYBRID_CONTRADICTIONS)
+def test_what_gated_delta_nets_cannot_do_is_one_sentence(text, words, change):
+    (sentence,) = mistakes(text, model_json=HYBRID_JSON | change)
+    assert all(word in sentence for word in words), sentence
 
 
 MIXTURE_JSON = MODEL_JSON | {

@@ -24,9 +24,10 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
+from megatron_dapo.models.attention.latent_attention import LatentSelfAttention
+from megatron_dapo.models.attention.rotary import rotary_frequencies
 from megatron_dapo.models.build import ModelParts, build_model
 from megatron_dapo.models.hf_io import load_hf_weights
-from megatron_dapo.models.latent_attention import LatentSelfAttention
 from megatron_dapo.models.layers import (
     OutputNorm,
     PackedAttention,
@@ -36,7 +37,6 @@ from megatron_dapo.models.layers import (
     gelu_tanh,
     quick_gelu,
 )
-from megatron_dapo.models.rotary import rotary_frequencies
 from megatron_dapo.models.safetensors_files import TensorSpec
 from megatron_dapo.models.weight_source import WeightSource
 from megatron_dapo.weight_sync.buckets import plan_buckets
@@ -314,7 +314,7 @@ def test_megatron_rotates_a_latent_attention_as_ours_does(monkeypatch, layout, t
     answers = []
     for is_its in (False, True):
         monkeypatch.setattr(build, "megatron_rotates", lambda spec, use_te, is_its=is_its: is_its)
-        monkeypatch.setattr("megatron_dapo.models.latent_attention.TEDotProductAttention", AttendsAsIts)
+        monkeypatch.setattr("megatron_dapo.models.attention.latent_attention.TEDotProductAttention", AttendsAsIts)
         parts = build_model(read_model_spec(path), layout, MegatronConfig(dtype="float32"))
         load_hf_weights(parts, path, layout)
         kinds = {type(layer.self_attention.core_attention) for layer in parts.chunks[0].decoder.layers}

@@ -14,7 +14,6 @@ from megatron_dapo.servers.fleet import (
     RequestUnderWay,
     ServerLoad,
     TokenTime,
-    is_blocked,
     moves,
     next_factor,
     pick,
@@ -283,12 +282,3 @@ def test_moves_keep_their_limits_in_every_fleet(fleet, blocked):
             assert num_requests[move.target] <= num_seats[move.target], "a granted seat"
             assert num_read[move.target] <= 22_500
             num_read[move.target] += of[move.request].num_tokens
-
-
-@pytest.mark.parametrize(
-    ("is_held", "is_waited_for", "num_with_signal", "expected"),
-    [(True, False, 0, True), (False, True, 8, True), (False, True, 7, False), (False, False, 9, False)],
-)
-def test_the_run_is_blocked_by_the_bound_or_by_the_oldest_groups(is_held, is_waited_for, num_with_signal, expected):
-    words = dict(is_held=is_held, is_waited_for=is_waited_for, num_with_signal=num_with_signal, size=8)
-    assert is_blocked(**words) is expected

@@ -16,7 +16,7 @@ from megatron_dapo.huggingface.model_tensors import hf_tensors
 from megatron_dapo.huggingface.rope import RopeScaling
 from megatron_dapo.huggingface.spec_reader import critic_spec, model_spec, read_model_spec
 from megatron_dapo.huggingface.windows import Windows
-from megatron_dapo.models.rotary import attention_scale
+from megatron_dapo.models.attention.rotary import attention_scale
 from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit

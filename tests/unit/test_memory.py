@@ -16,11 +16,11 @@ from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.config.derived import ParallelSizes, parallel_sizes
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.estimates.flops import attention_flops
+from megatron_dapo.estimates.layer_memory import kept_per_token
 from megatron_dapo.estimates.memory import (
     GB,
     activation_bytes,
     head_bytes,
-    kept_per_token,
     model_states,
     num_parameters,
     num_trained_parameters,
@@ -282,10 +282,10 @@ def test_dense_layers_and_shared_experts_are_counted_where_they_are():
     counts = [num_parameters(spec, sizes, stage) for stage in range(4)]
     assert [experts for _, experts in counts] == [number * 8 * expert // 4 for number in (1, 3, 3, 3)]
     assert counts[1][0] - (counts[0][0] - spec.vocab_size * 96 // 2) == 2 * (8 * 96 + shared // 2 - dense // 2)
-    of_dense, of_experts = (kept_per_token(spec, sizes, 2, 2, layers)[1] for layers in ([0], [5]))
+    of_dense, of_experts = (kept_per_token(spec, sizes, 2, 2, layers).mlp for layers in ([0], [5]))
     assert of_dense == 4 * spec.dense_ffn_size * 2 / 2
     assert of_experts == (2 * (4 * 32 + 2 * 96) + 4 * 32) * 2 / 2
-    assert kept_per_token(spec, sizes, 2, 2, [1, 2])[1] == (of_dense + of_experts) / 2
+    assert kept_per_token(spec, sizes, 2, 2, [1, 2]).mlp == (of_dense + of_experts) / 2
     bias = model_states(load_config(None, [f"{MEGATRON}.dtype=float32"]), spec, 0).weights - 4 * sum(
         num_parameters(spec, ONE_RANK, stage=0)
     )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import ParallelSizes
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
-from megatron_dapo.estimates.memory import kept_per_token
+from megatron_dapo.estimates.layer_memory import kept_per_token
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models.build import ModelParts, build_model, layers_with_experts
 from megatron_dapo.models.hf_io import export_hf, load_hf_weights
@@ -80,7 +80,7 @@ def test_the_plan_counts_what_backward_keeps_of_experts_with_a_limit(layout, tmp
         )
     assert output
     measured = sum(size for place, size in kept.items() if place not in parameters)
-    _, planned, _ = kept_per_token(model.spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), 2, 1, [0])
+    planned = kept_per_token(model.spec, ParallelSizes(tp=1, pp=1, vpp=None, world=1), 2, 1, [0]).mlp
     assert measured == num_tokens * (planned / 3 + 4)
 
 

@@ -349,9 +349,7 @@ def test_equal_servers_move_nothing(short_looks):
             pool.is_blocked = lambda: True
             await asyncio.gather(*(sample(sampler, draw(number, version=1), n=4) for number in range(20)))
             assert any(server.speedometer.factor for server in pool.servers)
-            speeds = pool.take_speeds()
-            assert not sampler.counts["moves"] and not speeds["rollout/servers_slow"]
-            assert speeds["rollout/blocked_s"] > 0
+            assert not sampler.counts["moves"] and not pool.take_speeds()["rollout/servers_slow"]
 
     asyncio.run(asyncio.wait_for(scenario(), 120))
 

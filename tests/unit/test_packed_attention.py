@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.huggingface.spec_reader import model_spec
+from megatron_dapo.models.attention.rotary import Rotary, positions, rotary_frequencies
+from megatron_dapo.models.attention.segments import segments_by_length
 from megatron_dapo.models.layers import PackedAttention, angles_of
-from megatron_dapo.models.rotary import Rotary, positions, rotary_frequencies
-from megatron_dapo.models.segments import segments_by_length
 from tests.model_json import MODEL_JSON
 
 # after megatron_dapo.models, which prepares megatron.core for this machine

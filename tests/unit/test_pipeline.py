@@ -25,7 +25,7 @@ from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split, split_of
 from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.spec_reader import model_spec
-from megatron_dapo.models.build import megatron_layout
+from megatron_dapo.models.megatron_settings import megatron_layout
 from tests.config_overrides import TP8_PP2
 from tests.unit.test_plan_time import HALF, SLOW, SMALL, THREE_TOKENS
 

@@ -41,17 +41,15 @@ def test_a_prompt_is_drawn_for_each_group_without_signal_though_the_oldest_is_la
     assert num_drawable(queue) == 0
     finish(queue, 3, RIGHT)
     assert num_drawable(queue) == 1 and queue.num_open == 6
-    # waiting with signal, whether decided on or not
-    assert queue.num_ready == 0 and queue.num_with_signal == 1
+    assert queue.num_ready == 0
     finish(queue, 0, MIXED)
-    assert queue.num_ready == queue.num_with_signal == 2 and num_drawable(queue) == 0
+    assert queue.num_ready == 2 and num_drawable(queue) == 0
 
 
 def test_a_masked_group_keeps_its_place_in_the_step():
     queue = full_queue(masks=True)
     finish(queue, 1, WRONG)
     assert num_drawable(queue) == 0
-    assert queue.num_with_signal == 1, "of the next step, though marked"
 
 
 def test_without_verdicts_a_group_keeps_its_place_as_it_may_be_sampled_again():

@@ -58,6 +58,12 @@ PUBLISHED_PARAMETERS = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3.5-9b": 8_953_803_264,  # these six by hand: test_hybrid_plan.py
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "qwen3.6-27b": 26_895_998_464,
+    "qwen3.6-35b-a3b": 34_660_610_688,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "glm-4-9b": 9_400_279_040,
     "gemma-3-1b": 999_885_952,
     "glm-4.5-air": 106_852_245_504,  # this and the next as transformers counts them

@@ -54,6 +54,8 @@ MODELS = {  # the sizes in the published config.json of each model
     "models/Qwen2.5-1.5B": model_json_named("qwen2.5-1.5b"),
     "models/Qwen3-30B-A3B": model_json_named("qwen3-30b-a3b"),
     "models/Qwen3-235B-A22B": model_json_named("qwen3-235b-a22b"),
+    "models/text/Qwen3.5-9B": model_json_named("qwen3.5-9b"),
+    "models/text/Qwen3.5-35B-A3B": model_json_named("qwen3.5-35b-a3b"),
     "models/Qwen2.5-3B-Instruct": {
         "num_hidden_layers": 36,
         "num_attention_heads": 16,

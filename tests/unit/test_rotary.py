@@ -12,7 +12,7 @@ from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
 
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
-from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
+from megatron_dapo.models.attention.rotary import attention_scale, rotary_frequencies
 from tests.model_json import MODEL_JSON
 
 pytestmark = pytest.mark.unit

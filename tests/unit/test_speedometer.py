@@ -68,7 +68,7 @@ def test_replicas_behind_one_url_are_added_up_and_who_does_not_count_is_not_meas
     work = Load.of({"loads": [first.load, second.load]}).work
     assert (work.num_steps, work.num_requests, work.num_tokens) == (40, 280, 280)
     assert work.seconds == pytest.approx(0.8)
-    assert Load.of({"loads": [{"num_used_tokens": 1, "max_total_num_tokens": 4}]}) == Load(0.25, None)
+    assert Load.of({"loads": [{"num_used_tokens": 1, "max_total_num_tokens": 4}]}) == Load(0.25, 0.0, None)
     # before its first step
     assert WorkDone.of([{**first.load, "decode_moments": None}]).num_steps == 0
 

@@ -21,7 +21,7 @@ import torch
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.servers.server_command import ServerCommand, sglang_command
+from megatron_dapo.servers.server_command import FLOAT32_STATES, ServerCommand, sglang_command
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.supervisor import ReservedPort, ServerFailure, ServerSupervisor
 from tests import fake_server
@@ -300,10 +300,24 @@ def test_servers_keep_a_shared_expert_under_its_own_name(tmp_path):
     """SGLang on a GPU would make it one more of the others,
     under which name no push could be verified."""
     config = load_config(None, [f"actor_rollout_ref.model.path={tmp_path}"])
-    for content, is_told in (({"n_shared_experts": 1}, True), ({"num_experts": 8}, False)):
+    contents = ({"n_shared_experts": 1}, {"shared_expert_intermediate_size": 512}, {"num_experts": 8})
+    for content, is_told in zip(contents, (True, True, False), strict=True):
         (tmp_path / "config.json").write_text(json.dumps(content))
         command = sglang_command(config, "127.0.0.1", 31000, []).command
         assert ("--disable-shared-experts-fusion" in command) is is_told
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("float32", "float32"), ("bfloat16", None)])
+def test_a_servers_states_are_float32_where_the_run_is(tmp_path, monkeypatch, dtype, expected):
+    for name in FLOAT32_STATES:
+        monkeypatch.delenv(name, raising=False)
+    config = load_config(
+        None, [f"actor_rollout_ref.model.path={tmp_path}", f"actor_rollout_ref.actor.megatron.dtype={dtype}"]
+    )
+    environment = sglang_command(config, "127.0.0.1", 31000, []).environment
+    assert {environment.get(name) for name in FLOAT32_STATES} == {expected}
+    monkeypatch.setenv("SGLANG_MAMBA_SSM_DTYPE", "bfloat16")
+    assert sglang_command(config, "127.0.0.1", 31000, []).environment["SGLANG_MAMBA_SSM_DTYPE"] == "bfloat16"
 
 
 @pytest.mark.parametrize(("has_gpu", "is_told"), [(True, True), (False, False)])

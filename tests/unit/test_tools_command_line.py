@@ -18,6 +18,7 @@ TOOLS = (
     "verify_checkpoint",
     "dedup_dataset",
     "score_dataset",
+    "text_folder",
 )
 
 

@@ -18,8 +18,8 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimC
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
+from megatron_dapo.models.attention.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.build import build_model
-from megatron_dapo.models.rotary import attention_scale, rotary_frequencies
 from megatron_dapo.models.weight_map import weight_entries
 from megatron_dapo.platform.transformer_engine import EngineHere
 from megatron_dapo.training import in_use as in_use_module

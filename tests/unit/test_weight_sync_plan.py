@@ -136,6 +136,12 @@ DEEPSEEK = QWEN3_MOE | {
     "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "q_lora_rank": 3,
     "kv_lora_rank": 4, "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 2,
 }  # fmt: skip
+QWEN3_5 = SMALL | {
+    "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 GPT_OSS = SMALL | {"architectures": ["GptOssForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
 GPT_OSS |= {"rope_parameters": YARN, "intermediate_size": 4}
@@ -366,3 +372,31 @@ def kernel_in_numpy(data: bytes) -> int:
 
 def test_the_group_meets_on_loopback_when_all_servers_are_there():
     assert address_towards(["http://127.0.0.1:30000", "http://localhost:30001"]) == "127.0.0.1"
+
+
+def test_a_delta_net_is_cut_by_heads_in_each_of_its_parts():
+    """SGLang's module has q, k, v and z of a rank one below the other, and b and a."""
+    p = "model.layers.0.linear_attn."
+    rows = {"in_proj_qkv": 6 + 6 + 8, "in_proj_z": 8, "in_proj_b": 4, "in_proj_a": 4}
+    tensors = {f"{p}{name}.weight": torch.randn(number, 5) for name, number in rows.items()}
+    tensors |= {f"{p}conv1d.weight": torch.randn(20, 1, 4), f"{p}A_log": torch.randn(4)}
+    q, k, v = tensors[f"{p}in_proj_qkv.weight"].split([6, 6, 8])
+    z, b, a = (tensors[f"{p}in_proj_{name}.weight"] for name in "zba")
+    second = {
+        "in_proj_qkvz.weight": torch.cat([q[3:], k[3:], v[4:], z[4:]]),
+        "in_proj_ba.weight": torch.cat([b[2:], a[2:]]),
+        "conv1d.weight": tensors[f"{p}conv1d.weight"][[*range(3, 6), *range(9, 12), *range(16, 20)]],
+        "A_log": tensors[f"{p}A_log"][2:],
+    }
+    assert set(server_parameters(as_specs(tensors, QWEN3_5))) == {p + name for name in second}
+    for name, part in second.items():
+        assert torch.equal(held(tensors, p + name, 1, 2, QWEN3_5), part), name
+
+
+def test_attention_of_a_hybrid_is_served_by_the_layer_itself():
+    """A head's query and gate stay together; more ranks than key heads repeat these."""
+    p = "model.layers.1."
+    rows = {"q": 4 * 8, "k": 2 * 4, "v": 2 * 4}
+    tensors = {f"{p}self_attn.{name}_proj.weight": torch.randn(number, 5) for name, number in rows.items()}
+    q, k, v = tensors.values()
+    assert torch.equal(held(tensors, f"{p}qkv_proj.weight", 3, 4, QWEN3_5), torch.cat([q[24:], k[4:], v[4:]]))

@@ -12,7 +12,7 @@ from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
-from megatron_dapo.estimates.server_memory import server_memory, server_share
+from megatron_dapo.estimates.server_memory import server_memory, server_share, states_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
@@ -29,6 +29,8 @@ def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
 def cuts_server(spec: ModelSpec, tp: int) -> bool:
     """Return whether SGLang cuts this model for so many GPUs."""
     if spec.num_heads % tp or (spec.moe and spec.ffn_size % tp):
+        return False
+    if spec.delta_net and spec.delta_net.num_key_heads % tp:
         return False
     return not (spec.num_kv_heads % tp and tp % spec.num_kv_heads)
 
@@ -52,7 +54,8 @@ def least_server_memory(config: Config, spec: ModelSpec) -> float:
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
     share = server_share(largest, spec)
-    return (server.weights + longest * server.kv_per_token) / share
+    cache = longest * server.kv_per_token / (1 - states_share(config, spec))
+    return (server.weights + cache) / share
 
 
 def node_counts(first: int) -> list[int]:
@@ -140,6 +143,8 @@ def _cuts(spec: ModelSpec, tp: int) -> bool:
     widths = [spec.num_heads, spec.num_kv_heads, spec.hidden_size, spec.dense_ffn_size]
     if spec.moe is not None:
         widths.append(spec.moe.shared_ffn_size)
+    if spec.delta_net is not None:
+        widths.append(spec.delta_net.num_key_heads)
     return not any(width % tp for width in widths)
 
 

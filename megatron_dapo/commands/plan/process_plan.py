@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_dapo.checks.model_checks import published_name, read_model_specs
-from megatron_dapo.common.sizes import GB, ceil_div, format_gb
+from megatron_dapo.common.sizes import GB, MB, ceil_div, format_gb
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
     critic_batching,
@@ -35,6 +35,7 @@ from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.estimates.recompute import in_words
 from megatron_dapo.estimates.server_memory import (
     COPY_RATE,
+    STATES_PER_REQUEST,
     kept_while_sampling,
     moved_bytes,
     moving_s,
@@ -352,6 +353,10 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
             f"server: weights {format_gb(server.weights)} GB per GPU, KV cache {format_gb(server.kv_cache)} for "
             f"{_count(server.num_tokens, 'token')}, {_count(server.num_tokens // longest, 'sample')} of full length"
         )
+        if server.num_requests is not None:
+            requests = _count(server.num_requests, "request")
+            each = server.states_per_request / STATES_PER_REQUEST / MB
+            yield f"server: states {format_gb(server.states)} GB, {STATES_PER_REQUEST} of {each:.0f} MB for {requests}"
     if shares_gpus(config):
         yield from _in_turns(config, *specs)
 

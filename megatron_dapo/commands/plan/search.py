@@ -92,8 +92,9 @@ class ConfigSource:
 
     @cached_property
     def simulate(self) -> Simulate:
-        """Return a simulation of half of the plan's requests. It does not repeat itself: with
-        K = 0 all layouts wait alike, with K above 0 those as fast to one in a hundred."""
+        """Return a simulation of half of the plan's requests, and in flight of no more than with
+        K = 2. It does not repeat itself: with K = 0 all layouts wait alike, with K above 0 those as
+        fast to one in a hundred."""
         speeds: dict[Any, list[tuple[float, Speed]]] = defaultdict(list)
 
         def simulate(machines: Machines, recipe: Recipe, responses: Lengths, acceptance: float) -> Speed:
@@ -101,7 +102,8 @@ class ConfigSource:
             known = speeds[replace(machines, train_s=0.0), recipe, responses, acceptance]
             near = (speed for other_s, speed in known if math.isclose(other_s, train_s, rel_tol=0.01))
             if (speed := next(near, None)) is None:
-                speed = simulated(machines, recipe, responses, acceptance, part_of_requests=0.5)
+                part = min(0.5, 1.5 / (recipe.max_staleness + 1))
+                speed = simulated(machines, recipe, responses, acceptance, part_of_requests=part)
                 known.append((train_s, speed))
             return speed
 
@@ -272,7 +274,7 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
     for tp, pp, cp in itertools.product(SIZES, SIZES, SIZES):
         if num_gpus % (tp * pp * cp) or tp > config.trainer.n_procs_per_node:
             continue
-        if not all(_divides(spec, tp, pp) for spec in specs):
+        if not all(_divides(spec, tp, pp, cp) for spec in specs):
             continue
         if any(samples % (num_gpus // (tp * pp * cp)) for samples in mini_batches(config)):
             continue
@@ -299,7 +301,9 @@ def _can_push(config: Config, source: ConfigSource) -> bool:
     return push_memory(config, source.actor, source.critic) <= config.trainer.gpu_memory_gb * GB
 
 
-def _divides(spec: ModelSpec, tp: int, pp: int) -> bool:
+def _divides(spec: ModelSpec, tp: int, pp: int, cp: int) -> bool:
+    if spec.delta_net is not None and (cp > 1 or spec.delta_net.num_key_heads % tp):  # CP: on CPUs alone
+        return False
     return pp <= spec.num_layers and not (spec.num_heads % tp or spec.num_kv_heads % tp)
 
 

@@ -14,7 +14,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.estimates.hardware import Hardware
 from megatron_dapo.estimates.memory import num_all_parameters, num_expert_parameters
-from megatron_dapo.estimates.server_memory import cache_width
+from megatron_dapo.estimates.server_memory import cache_width, state_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
@@ -68,15 +68,15 @@ def server_speed(
     Per token of all requests: the weights from memory, two all-reduces per layer, and the host. The
     weights are those of all experts, since some dozen requests use each one.
 
-    Per request: its keys and values from memory, two operations per parameter, its part of the
-    all-reduces, and the host's work. Keys and values are 2 x layers x KV heads x dim numbers per
-    token of its context (arXiv 2309.06180, section 3). The host's time to read and answer the
-    request is spread over its tokens.
+    Per request: its keys and values from memory, its states of delta nets from and to memory, two
+    operations per parameter, its part of the all-reduces, and the host's work. Keys and values are
+    2 x layers x KV heads x dim numbers per token of its context (arXiv 2309.06180, section 3). The
+    host's time to read and answer the request is spread over its tokens.
     """
     memory = hardware.memory_bandwidth * efficiency.memory * tp
     rate = hardware.flops * efficiency.matmul * tp
     weights = num_all_parameters(spec) * WIDTH
-    kv_per_token = tp * spec.num_layers * cache_width(spec, tp) * WIDTH
+    kv_per_token = tp * spec.num_attention_layers * cache_width(spec, tp) * WIDTH
     reduced = 2 * spec.num_layers * 2 * (tp - 1) / tp * spec.hidden_size * WIDTH
     active = 2 * active_parameters(spec)
     context = mean_context(responses, prompt)
@@ -85,7 +85,7 @@ def server_speed(
         context = (1 - share) * context + share * min(context, spec.windows.size)
     return ServerSpeed(
         token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
-        token_s_per_request=kv_per_token * context / memory
+        token_s_per_request=(kv_per_token * context + 2 * state_bytes(spec)) / memory
         + active / rate
         + reduced / (hardware.link_bandwidth * efficiency.link)
         + hardware.host_request_token_s

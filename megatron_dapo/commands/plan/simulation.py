@@ -23,7 +23,6 @@ from megatron_dapo.data.token_arrays import LOG_PROB, TOKEN, nothing, repeated
 from megatron_dapo.queue.account import Account
 from megatron_dapo.queue.group_filter import by_correctness
 from megatron_dapo.queue.group_queue import FilterReason, GroupQueue, QueueLimits
-from megatron_dapo.servers import fleet
 
 
 @dataclass(frozen=True)
@@ -168,20 +167,14 @@ class Simulation:
         if seconds < to_event:
             self._end(*next_server.pop())
         elif self.fleet.change(max(self._now, self.fleet.next_event)):
-            self.look(is_asked)
+            self.look()
         self.fleet.fill_seats()
         self._admit(is_asked)
         return True
 
-    def look(self, is_asked: bool) -> None:
-        """Look at the servers. is_asked: the trainer waits."""
-        queue = self.queue
-        is_blocked = fleet.is_blocked(
-            is_held=self.fleet.has_free_seat() and queue.is_held(self._confirmed),
-            is_waited_for=is_asked,
-            num_with_signal=queue.num_with_signal,
-            size=self._recipe.train_batch_size,
-        )
+    def look(self) -> None:
+        """Look at the servers."""
+        is_blocked = self.fleet.has_free_seat() and self.queue.is_held(self._confirmed)
         self.fleet.look(self._now, is_blocked)
 
     def length_anew(self, request: SimulatedRequest) -> int:

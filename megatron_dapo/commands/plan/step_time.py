@@ -229,8 +229,11 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
 
 
 def slots_in_cache(config: Config, spec: ModelSpec, assumed: Assumptions) -> int:
-    """Return the requests of mean length that a server's cache holds at once."""
-    return int(server_memory(config, spec).num_tokens / mean_context(assumed.responses, assumed.prompt))
+    """Return the requests of mean length that a server's cache holds at once, keys and values, and
+    states of delta nets."""
+    server = server_memory(config, spec)
+    in_cache = int(server.num_tokens / mean_context(assumed.responses, assumed.prompt))
+    return in_cache if server.num_requests is None else min(in_cache, server.num_requests)
 
 
 def step_recipe(config: Config, max_staleness: int) -> Recipe:

@@ -30,7 +30,8 @@ from megatron_dapo.estimates.flops import (
     training_flops,
 )
 from megatron_dapo.estimates.hardware import FP8_SPEED, Hardware
-from megatron_dapo.estimates.memory import kept_per_token, num_parameters, num_trained_parameters
+from megatron_dapo.estimates.layer_memory import kept_per_token
+from megatron_dapo.estimates.memory import num_parameters, num_trained_parameters
 from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.estimates.recompute import recomputed_share
 from megatron_dapo.huggingface.lora_settings import LoraSettings, lora_settings
@@ -293,7 +294,7 @@ def _traffic_s(
     layers. Values that backward needs (arXiv 2205.05198, section 4) are written once, and read once
     by the next operation."""
     part = layout.sizes.tp if layout.sequence_parallel else 1
-    num_bytes = 2 * sum(kept_per_token(spec, layout.sizes, WIDTH, part, layers))
+    num_bytes = 2 * kept_per_token(spec, layout.sizes, WIDTH, part, layers).total
     return tokens * num_bytes / (hardware.memory_bandwidth * efficiency.memory)
 
 

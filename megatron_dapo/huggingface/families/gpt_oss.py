@@ -64,7 +64,7 @@ ROWS = changed(
 )  # fmt: skip
 FAMILY = Family(
     architecture="GptOssForCausalLM",
-    server_class="megatron_dapo.servers.served_gpt_oss:GptOssForCausalLM",
+    server_class="megatron_dapo.servers.served_in_type:GptOssForCausalLM",
     neutral=NEUTRAL,
     defaults={
         "attention_bias": True,

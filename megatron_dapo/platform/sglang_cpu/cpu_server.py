@@ -17,6 +17,8 @@ All of it is in `site/`, first on the PYTHONPATH of the server's processes only:
     batched_extend (plug-in)          the same for prompts: a call per request and layer
     forked_processes (plug-in)        CUDA needs spawned processes, which import everything again:
                                         a start then takes 28 s of CPU, forked 10
+    gated_delta_net (plug-in), and    SGLang has this layer for GPUs and CPUs with AMX; its other CPUs
+      sgl_kernel.mamba                  lack its operators
     host_memory (plug-in)             the routers' choice of experts is kept in memory registered
                                         with CUDA, which raises without a GPU
     memory_saver (plug-in)            with --enable-memory-saver: the package for it is GPUs' only
@@ -57,6 +59,9 @@ WHOLE_PROMPTS = ("--chunked-prefill-size", "-1", "--mem-fraction-static", "0.8")
 MAX_TOTAL_TOKENS = 16384
 MAX_RUNNING_REQUESTS = 64
 
+# of recurrent states: SGLang lets one request take that many, for itself and the cache of prefixes
+STATES_PER_REQUEST = 3
+
 
 def server_environment(environ: dict[str, str] | None = None, tensor_model_parallel_size: int = 1) -> dict[str, str]:
     """Return the environment of a CPU server, based on this process's or the passed one. Raises
@@ -75,6 +80,7 @@ def server_environment(environ: dict[str, str] | None = None, tensor_model_paral
 
 def server_arguments(max_total_tokens: int | None = None, max_running_requests: int | None = None) -> list[str]:
     """Return the arguments of `sglang.launch_server` on the CPU."""
+    num_requests = max_running_requests or MAX_RUNNING_REQUESTS
     return [
         *("--device", "cpu"),
         *("--attention-backend", "torch_native"),
@@ -82,7 +88,9 @@ def server_arguments(max_total_tokens: int | None = None, max_running_requests: 
             "--max-total-tokens",
             str(max_total_tokens or MAX_TOTAL_TOKENS),
         ),  # else the KV cache takes most of the memory
-        *("--max-running-requests", str(max_running_requests or MAX_RUNNING_REQUESTS)),
+        *("--max-running-requests", str(num_requests)),
+        # else states of hybrids take half of the memory
+        *("--max-mamba-cache-size", str(STATES_PER_REQUEST * num_requests)),
         "--disable-overlap-schedule",
         # torch_native looks for a layer's window in the cache of all tokens
         "--disable-hybrid-swa-memory",

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_dapo.huggingface.latent import LatentAttention
+from megatron_dapo.models.attention.rotary import Rotary
 from megatron_dapo.models.layers import PackedAttention, RMSNorm, mark
-from megatron_dapo.models.rotary import Rotary
 
 
 class _ReplicatedLinear(torch.nn.Module):

@@ -6,9 +6,18 @@ from functools import lru_cache
 from itertools import groupby, pairwise
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_dapo.common.sizes import round_up
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Megatron's description of a packed row, with the segments' bounds on the host, too."""
+
+    bounds: tuple[int, ...] = ()
+    """From 0 to the row's length."""
 
 
 @dataclass(frozen=True, eq=False)

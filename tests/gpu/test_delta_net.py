@@ -1,0 +1,37 @@
+"""Gated delta nets by flash-linear-attention's kernels; needs fla-core and megatron-core."""
+
+import importlib.util
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("fla") is None:
+    pytest.skip("no CUDA GPU with fla-core, or megatron-core is not installed", allow_module_level=True)
+
+from megatron_dapo.platform.parallel import ParallelLayout
+from tests import training_checks as checks
+from tests.tiny_models import make_tiny
+
+pytestmark = pytest.mark.gpu
+
+OURS = [f"{checks.MEGATRON}.use_transformer_engine=off"]
+# of two orders of summation in bfloat16; and of such, in a random model with log-probs down to -20
+BF16_VALUES, BF16_LOG_PROBS = 0.02, 0.05
+WIDE = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+
+
+@pytest.fixture(scope="module")
+def layout():
+    yield ParallelLayout.initialize()
+    ParallelLayout.shutdown()
+
+
+@pytest.mark.parametrize("lengths", [(1, 63, 64, 65, 300), (2048, 5, 1000)])
+def test_the_kernels_read_the_states_that_the_formula_in_float64_does(device, lengths):
+    checks.check_delta_rule(device, torch.bfloat16, lengths, BF16_VALUES)
+
+
+def test_log_probs_of_a_hybrid_do_not_depend_on_the_packing_and_its_tensors_come_out_as_they_went_in(layout, tmp_path):
+    path = make_tiny(tmp_path / "model", "qwen3_5", vocab=512, layers=4, hidden=256, heads=4, more=WIDE)
+    checks.check_packed_is_padded(layout, path, OURS, BF16_LOG_PROBS)
+    checks.check_export(layout, path, OURS, tmp_path / "export")
