@@ -252,6 +252,14 @@ def _router_biases(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
     return 4 * spec.moe.num_experts * sum(map(spec.has_experts, split_of(spec, sizes).numbers_of(stage)))
 
 
+def _decays(spec: ModelSpec, sizes: ParallelSizes, stage: int) -> int:
+    """Return the delta nets' decays on a rank of a stage: float32 parameters at any type."""
+    if spec.delta_net is None:
+        return 0
+    layers = split_of(spec, sizes).numbers_of(stage)
+    return sum(not spec.has_attention(layer) for layer in layers) * spec.delta_net.num_value_heads // sizes.tp
+
+
 def num_trained_parameters(
     spec: ModelSpec, sizes: ParallelSizes, stage: int, lora: LoraSettings | None
 ) -> tuple[int, int]:
@@ -305,9 +313,12 @@ def model_states(config: Config, spec: ModelSpec, stage: int) -> States:
     if megatron.use_distributed_optimizer:
         by_dp = sizes.num_copies
         by_expert_dp = sizes.expert_dp
-    optimizer = ceil_div(shared * state, by_dp) + ceil_div(experts * state, by_expert_dp)
+    decays = _decays(spec, sizes, stage) if width < MAIN_PARAMETER else 0  # their own float32 weights
+    of_shared = shared * state - (decays * MAIN_PARAMETER if lora is None else 0)
+    optimizer = ceil_div(of_shared, by_dp) + ceil_div(experts * state, by_expert_dp)
+    beyond = decays * (MAIN_PARAMETER - width) + _router_biases(spec, sizes, stage)
     return States(
-        weights=num_weights * width + _router_biases(spec, sizes, stage) + _fp8_copies(config, spec, stage),
+        weights=num_weights * width + beyond + _fp8_copies(config, spec, stage),
         gradients=(shared + experts) * MAIN_GRADIENT,
         optimizer=round(optimizer * (1 - offload_fraction(config))),
     )

@@ -130,7 +130,6 @@ UNEVEN = {
     "pp4": {"uneven": [f"{LAYERS}=[0,1,3,0]"]},
 }
 
-
 ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
 ALL_KINDS = "tp2_sp_pp2"
 
@@ -287,14 +286,14 @@ def mixture(tmp_path_factory) -> dict[str, dict]:
 # families with layers of several kinds, in one start; the other ranks are data parallelism
 FAMILIES = own_layers(is_mixture=False)
 FAMILY_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
-FAMILY_VARIANTS = {"small": CUTS["small"], "padded": CUTS["padded"]}
 
 
 def family_variants(layout: str, family: str) -> dict[str, list[str]]:
-    if layout == "tp2":  # a weight that is whole beside heads that are cut
-        return {"small": CUTS["small"]} if family == "qwen3_5" else {}
+    small = {"small": CUTS["small"]}
+    if layout in ("cp2", "tp2"):  # tp2 is of a weight that is whole beside heads that are cut
+        return small if layout == "cp2" or family == "qwen3_5" else {}
     extra = {"tp1": {"whole": [], **RECOMPUTED}, "tp2_sp": {"sharded": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}}
-    return {"small": CUTS["small"]} if layout == "cp2" else FAMILY_VARIANTS | extra.get(layout, {})
+    return small | {"padded": CUTS["padded"]} | extra.get(layout, {})
 
 
 @pytest.fixture(scope="module")
@@ -321,7 +320,6 @@ FAMILY_CASES = [
     for family in FAMILIES
     for variant in family_variants(layout, family)
 ]
-
 
 OTHERS = own_layers(is_mixture=True)
 with_them = partial(with_others, OTHERS)

@@ -43,7 +43,7 @@ _HYBRID: NeutralValues = {
 def hybrid(neutral: NeutralValues) -> NeutralValues:
     """Return the neutral values of a hybrid from those of a plain decoder, dense or a mixture."""
     kept = {key: rule for key, rule in neutral.items() if key not in ("layer_types", SHARED_EXPERT)}
-    return kept | _HYBRID
+    return {**kept, **_HYBRID}
 
 
 def delta(m: ModelSpec) -> DeltaNet:
@@ -140,8 +140,12 @@ MIXTURE_FAMILY = replace(
     architecture="Qwen3_5MoeForCausalLM",
     server_class="sglang.srt.models.qwen3_5_text:Qwen3_5MoeForCausalLM",
     # transformers divides the weights of a token's experts by their sum, whatever config.json says
-    neutral=hybrid(MIXTURE) | {"norm_topk_prob": lambda value: value is True, SHARED_EXPERT: lambda value: value != 0},
-    defaults=FAMILY.defaults | {"norm_topk_prob": True},
+    neutral={
+        **hybrid(MIXTURE),
+        "norm_topk_prob": lambda value: value is True,
+        SHARED_EXPERT: lambda value: value != 0,
+    },
+    defaults={**FAMILY.defaults, "norm_topk_prob": True},
     required=(*FAMILY.required, SHARED_EXPERT),
     rows=MIXTURE_ROWS,
     ffn_key="moe_intermediate_size",

@@ -5,6 +5,7 @@ to the host in every layer, or rounds the decay to bfloat16 (0.19.2).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -156,23 +157,22 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, None]:
         """Return ([S (/ tp), B, H], no bias). Rows that are not packed are padded at their right."""
         projected, _ = self.linear_in(hidden_states)
-        shape = projected.shape[:2]
+        length, num_rows = projected.shape[:2]
         row = projected.transpose(0, 1).flatten(0, 1).unflatten(-1, (-1, sum(self._widths)))
         mixed, gate, b, a = row.split(self._widths, dim=-1)
-        offsets = _offsets(packed_seq_params, *shape, row.device)
-
-        def read_states(*inputs: Tensor) -> Tensor:
-            return self._read_states(*inputs, offsets=offsets)
-
-        inputs = (mixed, b, a)
-        read = checkpoint(read_states, False, *inputs) if self._recomputes and self.training else read_states(*inputs)
+        offsets = _offsets(packed_seq_params, length, num_rows, row.device)
+        read_states = partial(self._read_states, offsets)
+        if self._recomputes and self.training:
+            read = checkpoint(read_states, False, mixed, b, a)
+        else:
+            read = read_states(mixed, b, a)
         normed = self.out_norm(read, gate.reshape(read.shape))
-        rows = normed.flatten(1).unflatten(0, shape[::-1]).transpose(0, 1).contiguous()
+        rows = normed.flatten(1).unflatten(0, (num_rows, length)).transpose(0, 1).contiguous()
         # with the strides of its shape, as the first layer's input (`ModelChunk`)
-        output, _ = self.linear_out(rows.flatten(0, 1).view(*shape, -1))
+        output, _ = self.linear_out(rows.flatten(0, 1).view(length, num_rows, -1))
         return output, None
 
-    def _read_states(self, mixed: Tensor, b: Tensor, a: Tensor, offsets: Offsets) -> Tensor:
+    def _read_states(self, offsets: Offsets, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
         """Return what the tokens read from the states, [T, value heads, dim] of [T, key heads, ...].
 
         With context parallelism, T and offsets are of this rank's tokens and of the whole row.

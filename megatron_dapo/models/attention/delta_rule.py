@@ -83,11 +83,11 @@ def gated_delta_rule(
         chunks.cut(x.to(kind))
         for x in (query * query.size(-1) ** -0.5, key, value, log_decay[..., None], beta[..., None])
     )
-    return chunks.join(_by_chunks(*parts, chunks.is_first)).to(value.dtype)
+    return chunks.join(_by_chunks(chunks.is_first, *parts)).to(value.dtype)
 
 
 def _by_chunks(
-    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, is_first: tuple[bool, ...]
+    is_first: tuple[bool, ...], query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
 ) -> Tensor:
     """Return [N, heads, C, V] of N chunks of C tokens, each [N, heads, C, ...].
 
