@@ -48,11 +48,12 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A part of a file."""
+    """A part of a file, or `content` in its place."""
 
     path: Path
     start: int
     num_bytes: int
+    content: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,17 @@ def put_back(image_folder: str, text_folder: str, output: str) -> None:
             f"text_folder: `{text.path}` has {listed(unused)}, without a place in `{image.path}`; give the image "
             "folder of the same model."
         )
-    trained = {name: _range_of(file, name) for file in text.files.values() for name in file.tensors}
+    file_of = {name: file for file in text.files.values() for name in file.tensors}
     files = []
     for name, file in image.files.items():
         end_of_header = min((tensor.start for tensor in file.tensors.values()), default=file.path.stat().st_size)
         ranges = [ByteRange(file.path, 0, end_of_header)]
-        for old in file.tensors:
-            ranges += [trained[source] for source in sources[old]] if names[old] else [_range_of(file, old)]
+        for old, stored in file.tensors.items():
+            if old not in sources:
+                ranges.append(_range_of(file, old))
+            for source in sources.get(old, ()):
+                is_same = text.tensor(source).dtype == stored.dtype
+                ranges.append(_range_of(file_of[source], source) if is_same else _in_type(text, source, stored.dtype))
         files.append(NewFile(name, b"", tuple(ranges)))
 
     def write_rest(staging: Path) -> None:
@@ -231,11 +236,16 @@ def _text_file(file: "StoredFile", kept: Mapping[str, str]) -> NewFile:
 def _sources(stored: "TensorBytes", name: str, text: "SafetensorsFolder") -> list[str]:
     """Return the tensors of a text folder for an image folder's tensor. Raises UserError if one is
     missing, or does not fit. name: its own in the text folder."""
+    from megatron_dapo.models.safetensors_files import DTYPES
+
     parts = _parts(name, stored)
     for part, shape in parts.items():
         if part not in text.names:
             raise UserError(f"text_folder: `{text.path}` lacks {part}; give the folder of the whole text model.")
-        if (trained := text.tensor(part)).shape != shape or trained.dtype != stored.dtype:
+        trained = text.tensor(part)
+        # a run holds the few numbers of A_log in float32, whatever the type of a published file
+        may_differ = part.endswith(".A_log") and {trained.dtype, stored.dtype} <= DTYPES.keys()
+        if trained.shape != shape or (trained.dtype != stored.dtype and not may_differ):
             raise UserError(
                 f"text_folder: {part} of `{text.path}` is {trained.dtype} {list(trained.shape)}, in the image folder "
                 f"{stored.dtype} {list(shape)}; give the image folder of the same model, and weights of its type."
@@ -246,6 +256,14 @@ def _sources(stored: "TensorBytes", name: str, text: "SafetensorsFolder") -> lis
 def _range_of(file: "StoredFile", name: str) -> ByteRange:
     tensor = file.tensors[name]
     return ByteRange(file.path, tensor.start, tensor.num_bytes)
+
+
+def _in_type(folder: "SafetensorsFolder", name: str, dtype: str) -> ByteRange:
+    """Return a small tensor's bytes in another type of files."""
+    from megatron_dapo.models.safetensors_files import DTYPES, byte_view
+
+    content = byte_view(folder.read(name).to(DTYPES[dtype])).numpy().tobytes()
+    return ByteRange(folder.path, 0, len(content), content)
 
 
 def _write_folder(path: str, option: str, files: Sequence[NewFile], write_rest: Callable[[Path], None]) -> None:
@@ -276,6 +294,9 @@ def _write_folder(path: str, option: str, files: Sequence[NewFile], write_rest: 
 
 def _copy(part: ByteRange, file: BinaryIO) -> None:
     """Append a part of another file."""
+    if part.content is not None:
+        file.write(part.content)
+        return
     left = part.num_bytes
     with part.path.open("rb") as source:
         source.seek(part.start)

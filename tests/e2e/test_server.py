@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.servers.client import Generation, SamplingParams, SGLangClient
 from megatron_dapo.servers.server_error import ServerError
+from megatron_dapo.servers.speedometer import Load
 from tests.tiny_models import EOS_ID
 
 pytestmark = pytest.mark.e2e
@@ -164,22 +165,23 @@ def test_an_aborted_request_returns_what_there_is_and_no_other_one_ends(server, 
     assert max(abs(a - b) for a, b in zip(ended.log_probs, expected, strict=True)) < 1e-4
 
 
-def test_a_server_tells_how_full_its_cache_is(server):
+def test_a_server_tells_how_full_its_cache_is_and_how_many_requests_it_runs(server):
     async def read(client: SGLangClient):
         sampling = SamplingParams(max_new_tokens=400, temperature=0.0)
-        busy = 0.0
+        busy = Load(0.0, 0.0, None)
         # its scheduler tells of itself now and then, perhaps not during the first of them
         for number in range(50):
             running = asyncio.create_task(client.generate([4, 4, 4], sampling, TIMEOUT_S, request_id=f"c{number:031}"))
-            while not running.done() and not busy:
-                busy = (await client.load()).kv_used
+            while not running.done() and not busy.requests_used:
+                busy = await client.load()
             await running
-            if busy:
+            if busy.requests_used:
                 break
-        return busy, (await client.server_info())["max_total_num_tokens"]
+        info = await client.server_info()
+        return busy, info["max_total_num_tokens"], info["max_running_requests"]
 
-    busy, capacity = ask(server, read)
-    assert 0 < busy <= 403 / capacity
+    busy, capacity, most = ask(server, read)
+    assert 0 < busy.kv_used <= 403 / capacity and busy.requests_used == 1 / most
 
 
 def test_a_prefix_is_in_the_cache_for_requests_of_its_salt_alone(server):

@@ -29,7 +29,8 @@ from tests.tiny_models import make_tiny
 pytestmark = pytest.mark.unit
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
-SERVER_TP = "actor_rollout_ref.rollout.server.tensor_model_parallel_size"
+SERVER = "actor_rollout_ref.rollout.server"
+SERVER_TP = f"{SERVER}.tensor_model_parallel_size"
 HYBRIDS = ("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b")
 ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
 
@@ -85,6 +86,15 @@ def test_the_states_of_a_server_bound_its_requests_as_sglang_does():
     assert slots_in_cache(config, spec, assumed) == server.num_requests, "its cache holds more"
     dense = model_spec(MODEL_SHAPES["qwen3-8b"])
     assert server_memory(config, dense).num_requests is None and server_memory(config, dense).states == 0
+
+
+def test_the_ratio_of_states_is_the_one_that_servers_are_given():
+    spec = spec_of("qwen3.5-9b")
+    with_ratio = load_config(None, [f'{SERVER}.extra_args=[--context-length,"12288",--mamba-full-memory-ratio,"4"]'])
+    usual = load_config(None, [f"{SERVER}.extra_args=[--mamba-full-memory-ratio]"])  # SGLang refuses it itself
+    for config, ratio in ((with_ratio, 4.0), (usual, 0.9)):
+        server = server_memory(config, spec)
+        assert server.states / server.kv_cache == pytest.approx(ratio)
 
 
 def test_each_token_of_a_request_reads_and_writes_its_states():

@@ -9,6 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints_tools import text_folder
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
+from megatron_dapo.models.hf_io import check_hf_weights
+from megatron_dapo.models.safetensors_files import SafetensorsFolder
 from tests.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.unit
@@ -113,6 +117,12 @@ def test_the_text_folder_has_the_text_models_tensors_and_transformers_loads_it(i
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in ours.values())
 
 
+def test_a_run_reads_the_text_folder_and_names_the_command_for_the_published_one(image, text):
+    check_hf_weights(SafetensorsFolder(text), read_model_spec(text))
+    with pytest.raises(UserError, match="python -m checkpoints_tools.text_folder"):
+        read_model_spec(image)
+
+
 def test_experts_of_a_stack_are_single_ones_in_the_text_folder(image, text):
     before, after = all_tensors(image), all_tensors(text)
     experts = "model.language_model.layers.1.mlp.experts"
@@ -157,6 +167,23 @@ def test_trained_weights_go_back_from_the_files_of_save_pretrained(image, text, 
         assert torch.equal(after[name], tensor if is_left_out else 2 * tensor), name
 
 
+def test_decays_go_back_in_the_type_of_the_published_file(dense, tmp_path):
+    """A run writes A_log in float32; Qwen3.6 is published with it in bfloat16, Qwen3.5 in float32."""
+    text, back = tmp_path / "text", tmp_path / "back"
+    assert text_folder.main([str(dense), str(text)]) == 0
+    for file in text.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: t.float() + 1e-5 if name.endswith("A_log") else t for name, t in tensors.items()}, file)
+    (text / INDEX).unlink()
+    assert text_folder.main([str(dense), str(text), "--back", str(back)]) == 0
+    before, after, trained = all_tensors(dense), all_tensors(back), all_tensors(text)
+    for name, tensor in after.items():
+        if name.endswith("A_log"):
+            assert torch.equal(tensor, trained[name.replace("language_model.", "")].bfloat16())
+        else:
+            assert torch.equal(tensor, before[name])
+
+
 def test_a_single_file_without_index_stays_one(dense, tmp_path):
     image = tmp_path / "image"
     shutil.copytree(dense, image)
@@ -183,7 +210,6 @@ def test_of_a_text_folder_the_missing_words_on_layers_are_added(dense, tmp_path,
 
 def test_an_older_folder_of_qwen3_next_gets_the_words_that_a_run_demands(tmp_path):
     """As published: `layer_types` and `rope_parameters` are not there."""
-    from megatron_dapo.huggingface.spec_reader import model_spec
     from tests.unit.test_hybrid_config import QWEN3_NEXT_80B_A3B
 
     old = {key: value for key, value in QWEN3_NEXT_80B_A3B.items() if key not in ("layer_types", "rope_parameters")}

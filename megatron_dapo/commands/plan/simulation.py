@@ -107,6 +107,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._groups: dict[str, Group] = {}  # uid -> open group, as it was drawn
         self._samples: dict[str, list[Sample]] = {}  # uid -> finished samples of the group
+        self._may_draw = True  # False: the queue refused, and has not changed since
         self._now = 0.0
         self._slot_seconds = 0.0
         self.step_s: list[float] = []
@@ -126,10 +127,12 @@ class Simulation:
             asked_at = self._now
             self.queue.begin(step, weight_version=self._version)
             self._confirmed = self._version
+            self._may_draw = True
             self._admit(is_asked=True)
             while not self.queue.is_ready():
                 self._to_next_end(math.inf, is_asked=True)
             self.trained += self.queue.take().groups
+            self._may_draw = True
             waited_s += self._now - asked_at
             self._train()
             self.step_s.append(self._now - asked_at)
@@ -203,13 +206,16 @@ class Simulation:
             del self._samples[request.uid]
             self.queue.add_finished(replace(self._groups.pop(request.uid), samples=tuple(samples)))
             self.queue.decide()
+            self._may_draw = True
 
     def _admit(self, is_asked: bool) -> None:
         """Draw allowed prompts: a wave if the trainer waits for a step, with K above 0 one after
         the other."""
         if self._recipe.max_staleness:
-            while self.fleet.has_free_seat() and self.queue.may_start(self.queue.num_open, self._confirmed):
-                self._draw()
+            while self._may_draw and self.fleet.has_free_seat():
+                self._may_draw = self.queue.may_start(self.queue.num_open, self._confirmed)
+                if self._may_draw:
+                    self._draw()
             return
         for _ in range(self.queue.next_wave() if is_asked else 0):
             self._draw()
