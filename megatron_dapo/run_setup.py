@@ -12,7 +12,6 @@ from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.spec_reader import read_model_spec
-from megatron_dapo.models.attention.delta_kernels import require_delta_kernels
 from megatron_dapo.models.build import ModelParts, require_kernel_for_sinks
 from megatron_dapo.models.hf_io import export_hf
 from megatron_dapo.models.peft_folder import export_adapters
@@ -52,7 +51,6 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
     megatron = config.actor_rollout_ref.actor.megatron
     spec = read_model_spec(config.actor_rollout_ref.model.path)
     require_kernel_for_sinks(spec, megatron)
-    require_delta_kernels(spec, megatron)
     layout = ParallelLayout.initialize(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,

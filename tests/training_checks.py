@@ -149,20 +149,25 @@ def check_delta_rule(device: torch.device, dtype: torch.dtype, lengths: Sequence
         mixed = causal_conv(query.flatten(1), weight, offsets).view_as(query)
         return gated_delta_rule(mixed, *others, offsets)
 
-    run(*inputs, weight=weight, offsets=offsets)  # once before, to load and tune the kernels
+    others, of_others = delta_inputs(lengths[::-1], device, dtype)
+    run(*others, weight=weight, offsets=of_others)  # once before, to load and tune the kernels
     with forbidding_host_syncs(device) if device.type == "cuda" else contextlib.nullcontext():
         out = run(*inputs, weight=weight, offsets=offsets)
         outgoing = torch.ones_like(out)
-        gradients = torch.autograd.grad(out, inputs, outgoing)
+        *gradients, of_weight = torch.autograd.grad(out, (*inputs, weight), outgoing)
     expected, by_input = [], []
-    wide = weight.detach().double()
+    wide = weight.detach().double().requires_grad_()
+    of_wide = torch.zeros_like(wide)
     for start, end in pairwise(offsets.on_host):
         alone = [tensor.detach()[start:end].double().requires_grad_() for tensor in inputs]
         one = Offsets((0, end - start), torch.tensor([0, end - start], dtype=torch.int32, device=device))
         expected.append(run(*alone, weight=wide, offsets=one))
-        by_input.append(torch.autograd.grad(expected[-1].sum(), alone))
-    references = [torch.cat(expected), *(torch.cat(parts) for parts in zip(*by_input, strict=True))]
-    for name, actual, reference in zip(("o", "q", "k", "v", "g", "beta"), (out, *gradients), references, strict=True):
+        *of_alone, of_part = torch.autograd.grad(expected[-1].sum(), (*alone, wide))
+        by_input.append(of_alone)
+        of_wide += of_part
+    references = [torch.cat(expected), *(torch.cat(parts) for parts in zip(*by_input, strict=True)), of_wide]
+    names, all_actual = ("o", "q", "k", "v", "g", "beta", "weight"), (out, *gradients, of_weight)
+    for name, actual, reference in zip(names, all_actual, references, strict=True):
         error = (actual.double() - reference).norm() / reference.norm()
         assert error <= bound, f"{name} is off by {error:.1e} of its norm"
 

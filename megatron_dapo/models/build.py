@@ -25,6 +25,7 @@ from megatron_dapo.estimates.pipeline import PipelineSplit, pipeline_split
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.model_tensors import expert_modules
+from megatron_dapo.models.attention.delta_kernels import require_delta_kernels
 from megatron_dapo.models.attention.delta_net import put_delta_net
 from megatron_dapo.models.attention.latent_attention import put_latent_attention, suits_transformer_engine
 from megatron_dapo.models.attention.rotary import Rotary, rotary_frequencies
@@ -103,6 +104,7 @@ def build_model(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, which on GPUs needs Transformer Engine and bfloat16; "
             "install it and set use_transformer_engine to on, or context_parallel_size to 1."
         )
+    require_delta_kernels(spec, megatron)
     if layout.cp > 1 and is_gpu() and spec.windows is not None:
         raise UserError(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "

@@ -179,13 +179,14 @@ class WeightSource:
         Collective over the group.
         """
         assert group is not None, "the layout has the groups of its sizes"
-        slices = [full[i] for i in cut]
-        if not slices:
-            return
-        flat = torch.cat([part.reshape(-1) for part in slices])
-        gathered = flat.new_empty((group.size(), flat.numel()))
-        dist.all_gather_into_tensor(gathered.view(-1), flat, group=group)
-        del flat
-        by_rank = [row.split([part.numel() for part in slices]) for row in gathered]
-        for number, (i, part) in enumerate(zip(cut, slices, strict=True)):
-            full[i] = slots[i].entry.whole(slots[i].part, [parts[number].view(part.shape) for parts in by_rank])
+        # of one type at a time: together they would all get the wider one
+        for dtype in sorted({full[i].dtype for i in cut}, key=str):
+            of_dtype = [i for i in cut if full[i].dtype == dtype]
+            slices = [full[i] for i in of_dtype]
+            flat = torch.cat([part.reshape(-1) for part in slices])
+            gathered = flat.new_empty((group.size(), flat.numel()))
+            dist.all_gather_into_tensor(gathered.view(-1), flat, group=group)
+            del flat
+            by_rank = [row.split([part.numel() for part in slices]) for row in gathered]
+            for number, (i, part) in enumerate(zip(of_dtype, slices, strict=True)):
+                full[i] = slots[i].entry.whole(slots[i].part, [parts[number].view(part.shape) for parts in by_rank])

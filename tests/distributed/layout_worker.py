@@ -76,6 +76,7 @@ def gathered(source: WeightSource, layout: ParallelLayout) -> dict[str, torch.Te
     """Full tensors of all stages, on every rank."""
     specs = source.specs()
     tensors = source.gather(specs)
+    assert not tensors or [tensor.dtype for tensor in tensors] == [spec.dtype for spec in specs]
     own = dict(zip((s.name for s in specs), (t.clone() for t in tensors), strict=True)) if tensors else {}
     return {name: tensor for part in layout.gather(own) for name, tensor in part.items()}
 

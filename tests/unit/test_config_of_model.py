@@ -61,6 +61,7 @@ HYBRID_CONTRADICTIONS = [
     ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "shared_expert_intermediate_size 47"],
      {"shared_expert_intermediate_size": 47}),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "gated delta nets", "set it to none"], {}),
+    ("megatron.optimizer_offload_fraction=auto", ["offload_fraction is auto", "gated delta nets", "set it to 0"], {}),
     ("trainer.n_procs_per_node=2 tp=2 megatron.sequence_parallel=true megatron.tp_comm_overlap=true",
      ["tp_comm_overlap is true", "gated delta nets", "set it to false"], {}),
 ]  # fmt: skip

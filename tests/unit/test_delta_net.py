@@ -189,7 +189,7 @@ def test_a_gpu_without_good_kernels_is_refused_with_the_cure(monkeypatch, path, 
     monkeypatch.setattr(delta_kernels, "is_gpu", lambda: True)
     monkeypatch.setattr(delta_kernels, "_import_error", lambda: error)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(delta_kernels.importlib.metadata, "version", lambda name: triton)
+    monkeypatch.setattr("triton.__version__", triton)
     with pytest.raises(UserError) as raised:
         delta_kernels.require_delta_kernels(spec, MegatronConfig(dtype=dtype))
     (sentence,) = raised.value.sentences

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.fitting import SERVER_TP, changed_overrides, cuts_server, layout_keys, mini_batches
-from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD
+from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD, takes_offload
 from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Recipe, Speed
 from megatron_dapo.commands.plan.step_time import (
@@ -283,7 +283,7 @@ def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iter
         if num_gpus // pp % (ep * megatron.expert_tensor_parallel_size):
             continue
         keys = {**layout_keys(tp, pp, ep), f"{MEGATRON}.context_parallel_size": cp}
-        for offloaded in (0.0, 1.0):
+        for offloaded in (0.0, 1.0) if takes_offload(source.actor) else (0.0,):
             tried = keys | {OFFLOAD: offloaded}
             recompute = least_that_fits(with_keys(config, tried), source.actor, source.critic)
             if recompute is None:

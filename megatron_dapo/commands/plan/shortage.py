@@ -94,7 +94,14 @@ def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, 
     if shares_gpus(config):
         return _same_gpus(config, spec, critic)
     cure = _layout(config, spec, critic)
-    return f"{cure}, or raise {_ACTOR}.megatron.optimizer_offload_fraction" if part == "optimizer" else cure
+    may_raise = part == "optimizer" and takes_offload(spec)
+    return f"{cure}, or raise {_ACTOR}.megatron.optimizer_offload_fraction" if may_raise else cure
+
+
+def takes_offload(spec: ModelSpec) -> bool:
+    """Return whether Adam may step on the host: Megatron's takes no float32 weights, as the decays of
+    a delta net."""
+    return spec.delta_net is None
 
 
 def _layout(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
@@ -111,7 +118,7 @@ def _fitting(config: Config, keys: Mapping[str, Any]) -> str:
 def _same_gpus(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
     """Return the cure on the GPUs that the trainer shares: another layout, Adam on the host, or
     adapters."""
-    for keys in ({}, {OFFLOAD: 1.0}, {LORA_RANK: ADAPTER_RANK}):
+    for keys in ({}, *([{OFFLOAD: 1.0}] if takes_offload(actor) else []), {LORA_RANK: ADAPTER_RANK}):
         layout = smallest_trainer(with_keys(config, keys), actor, critic, [config.trainer.nnodes])
         if layout is not None and (LORA_RANK not in keys or critic is None):
             return _fitting(config, {**keys, **layout})

@@ -1,7 +1,6 @@
 """The kernels of gated delta nets on GPUs (flash-linear-attention), looked for before a run."""
 
 import importlib
-import importlib.metadata
 
 import torch
 
@@ -32,7 +31,7 @@ def require_delta_kernels(spec: ModelSpec, megatron: MegatronConfig) -> None:
     elif why := _import_error():
         lack = f"fla-core cannot be imported here ({why}); install requirements/cuda.txt."
     else:
-        version = importlib.metadata.version("triton")
+        version = importlib.import_module("triton").__version__
         if not is_wrong_on(torch.cuda.get_device_capability(), version):
             return
         lack = f"their gradient is wrong on Hopper with Triton {version}; install requirements/cuda.txt."
@@ -43,7 +42,7 @@ def require_delta_kernels(spec: ModelSpec, megatron: MegatronConfig) -> None:
 
 def is_wrong_on(capability: tuple[int, int], triton: str) -> bool:
     """Return whether the kernels' gradient is wrong on this GPU with this version of Triton."""
-    numbers = tuple(int(part) for part in triton.split("+")[0].split(".")[:3] if part.isdigit())
+    numbers = tuple(int(part) for part in f"{triton.partition('+')[0]}.0".split(".")[:3] if part.isdigit())
     first, fixed = WRONG_ON_HOPPER
     return capability[0] == HOPPER and first <= numbers < fixed
 

@@ -5,10 +5,11 @@ to the host in every layer, or rounds the decay to bfloat16 (0.19.2).
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_dapo.huggingface.model_spec import DeltaNet
+from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.attention.delta_rule import Offsets, causal_conv, gated_delta_rule
 from megatron_dapo.models.attention.segments import Packing
 from megatron_dapo.models.context_parallel import ContextCut
@@ -204,8 +206,13 @@ def _offsets(packing: Packing | None, length: int, num_rows: int, device: torch.
     """Return the segments of a packed row, or of a rectangle's rows one after the other."""
     if packing is not None:
         return Offsets(packing.bounds, packing.cu_seqlens_q)
-    bounds = tuple(range(0, length * num_rows + 1, length))
-    return Offsets(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
+    return _offsets_of_rows(length, num_rows, device)
+
+
+@lru_cache(maxsize=16)
+def _offsets_of_rows(length: int, num_rows: int, device: torch.device) -> Offsets:
+    bounds = range(0, length * num_rows + 1, length)
+    return Offsets(tuple(bounds), to_device(np.array(bounds), device).int())
 
 
 def put_delta_net(layer: ModuleSpec, net: DeltaNet) -> None:

@@ -13,10 +13,12 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_dapo.kernels.row_plan import to_device
 from megatron_dapo.models.attention.rotary import positions
 
 CHUNK = 64  # tokens, as in flash-linear-attention
@@ -157,10 +159,21 @@ def _chunks(bounds: tuple[int, ...], device: torch.device) -> _Chunks:
 
 
 def _packed(offsets: Offsets) -> dict[str, Any]:
-    """Return the kernels' arguments about segments. Without a copy on the host they read one."""
-    return {"cu_seqlens": offsets.on_device, "cu_seqlens_cpu": _host_copy(offsets.on_host)}
+    """Return the kernels' arguments about segments. Without the last two they would read offsets
+    back, and wait for a copy of the chunks."""
+    bounds = offsets.on_host
+    chunks = _numbers_of_chunks(bounds, offsets.on_device.device)
+    return {"cu_seqlens": offsets.on_device, "cu_seqlens_cpu": _host_copy(bounds), "chunk_indices": chunks}
 
 
 @lru_cache(maxsize=16)
 def _host_copy(bounds: tuple[int, ...]) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32)
+
+
+@lru_cache(maxsize=16)
+def _numbers_of_chunks(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return [N, 2]: of each chunk its segment, and its number there."""
+    lengths = (end - start for start, end in pairwise(bounds))
+    rows = [(segment, chunk) for segment, length in enumerate(lengths) for chunk in range(-(-length // CHUNK))]
+    return to_device(np.array(rows).reshape(-1, 2), device)
