@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.forked_ranks import run_ranks
+from tests.proofs import covering
 
 Layouts = dict[int, dict[str, tuple[dict, dict[str, list[str]]]]]
 """Number of processes -> name of a layout -> (its sizes, variant -> overrides of the config)."""
@@ -56,6 +57,19 @@ def restricted(layouts: Layouts, only: Iterable[str]) -> Layouts:
     }
     filled = {world: {name: row for name, row in of.items() if row[1]} for world, of in chosen.items()}
     return {world: of_world for world, of_world in filled.items() if of_world}
+
+
+def by_world_size(layouts: dict[str, dict], sizes: dict[str, int], variants: Callable) -> Layouts:
+    """Return layouts by their numbers of processes. variants: of a layout, from its name."""
+    return {
+        world: {name: (layouts[name], variants(name)) for name in layouts if sizes[name] == world}
+        for world in sorted({sizes[name] for name in layouts})
+    }
+
+
+def in_short(layouts: Layouts) -> Layouts:
+    """Return the cases of `make test`; all of them in proofs."""
+    return restricted(layouts, covering(cases_of(layouts)))
 
 
 def with_others(others: Iterable[str], variants: dict[str, list[str]]) -> dict[str, list[str]]:

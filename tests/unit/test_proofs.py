@@ -3,15 +3,13 @@
 import pytest
 
 from tests.distributed import test_layouts, test_parity
-from tests.distributed.layout_runs import cases_of
+from tests.distributed.layout_runs import by_world_size, cases_of
 from tests.proofs import covering
 
 pytestmark = pytest.mark.unit
 
 ALL = {
-    "dense": cases_of(
-        test_layouts.by_world_size(test_layouts.LAYOUTS, test_layouts.WORLD_SIZES, test_layouts.variants)
-    ),
+    "dense": cases_of(by_world_size(test_layouts.LAYOUTS, test_layouts.WORLD_SIZES, test_layouts.variants)),
     "shared mixture": cases_of(test_layouts.SHARED_LAYOUTS),
     "parity": test_parity.PAIRS,
 }
