@@ -80,9 +80,7 @@ def _randomize(model: torch.nn.Module, norm_mean: float, generator: torch.Genera
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for name, parameter in [*model.named_parameters(), *biases]:
         mean = norm_mean if "norm" in name else 0.0
-        # a delta net's norm is without 1 + weight, and it divides by products of queries and keys:
-        # positive ones are not near 0
-        mean = 1.0 if name.endswith(("linear_attn.norm.weight", "linear_attn.conv1d.weight")) else mean
+        mean = 1.0 if name.endswith("linear_attn.norm.weight") else mean  # without 1 + weight
         scale = 0.1 if parameter.dim() == 1 else 1.5 / parameter.shape[-1] ** 0.5
         parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))
         # of the size of scores; servers hold them in bfloat16 at every type of model
