@@ -24,6 +24,7 @@ from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.huggingface.lora_settings import LoraSettings
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from megatron_dapo.models import build
+from megatron_dapo.models.attention.delta_net import GatedDeltaNet
 from megatron_dapo.models.attention.latent_attention import LatentSelfAttention
 from megatron_dapo.models.attention.rotary import rotary_frequencies
 from megatron_dapo.models.build import ModelParts, build_model
@@ -194,6 +195,15 @@ def test_transformer_engine_is_told_of_gpt_oss_windows_sinks_biases_and_activati
     assert not config.bias_activation_fusion and not config.bias_dropout_fusion
     assert layer.submodules.self_attention.module is SelfAttention  # all layers rotate alike
     assert torch.equal(chunk.rotary_pos_emb.inv_freq, rotary_frequencies(read_model_spec(paths["gpt_oss"])))
+
+
+def test_transformer_engines_norm_stands_apart_before_a_delta_net_and_attention_has_a_gate(monkeypatch, layout, paths):
+    apart = []
+    monkeypatch.setattr(build, "attention_norm_apart", apart.append)  # asks for the package
+    config, layer, options, _ = what_megatron_is_told(monkeypatch, layout, paths["qwen3_5"])
+    assert layer.submodules.self_attention.module is GatedDeltaNet and apart == [layer]
+    assert config.attention_output_gate and config.layernorm_zero_centered_gamma
+    assert options["rotary_percent"] == 6 / 24  # of 96 / 4 dimensions
 
 
 @pytest.mark.parametrize(
