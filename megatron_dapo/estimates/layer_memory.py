@@ -28,16 +28,16 @@ class KeptPerToken:
 def kept_per_token(spec: ModelSpec, sizes: ParallelSizes, width: int, part: int, layers: Sequence[int]) -> KeptPerToken:
     """Return the bytes per token one of these layers, numbered from 0, keeps for backward.
 
-    width: bytes of a number. part: ranks to share a sequence.
+    width: bytes of a number. part: ranks to share a sequence. Without layers: of the first.
     """
-    num_layers = max(len(layers), 1)
-    share = sum(map(spec.has_attention, layers)) / num_layers
+    layers = layers or range(1)
+    share = sum(map(spec.has_attention, layers)) / len(layers)
     attention, core = (share * num_bytes for num_bytes in _attention(spec, sizes, width, part))
     if spec.delta_net is not None:
         of_net, core_of_net = _delta_net(spec, sizes, width)
         attention += (1 - share) * of_net
         core += (1 - share) * core_of_net
-    share = sum(map(spec.has_experts, layers)) / num_layers
+    share = sum(map(spec.has_experts, layers)) / len(layers)
     mlp = (1 - share) * 4 * spec.dense_ffn_size * width / sizes.tp  # gate, up, silu(gate), product
     if spec.moe is not None:  # tokens spread evenly; one copy per expert and part of it
         # gate, up, silu(gate), product; with a limit: both clamped, sigmoid, product by weights
