@@ -175,7 +175,7 @@ class GatedDeltaNet(MegatronModule):
         return output, None
 
     def _read_states(self, offsets: Offsets, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        """Return what the tokens read from the states, [T, value heads, dim] of [T, key heads, ...].
+        """Return the tokens' readings of the states, [T, value heads, dim] of [T, key heads, ...].
 
         With context parallelism, T and offsets are of this rank's tokens and of the whole row.
         """
