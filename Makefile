@@ -63,7 +63,7 @@ test-unit: setup ## Unit tests only (four minutes on two cores)
 	$(call LAYER,unit tests)
 	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 3 --dist loadfile --no-loadscope-reorder tests/unit
 
-proofs: setup ## The long form of tests that repeat: kills, random schedules, draws (an hour on two cores)
+proofs: setup ## Long and second forms of tests: kills, random schedules, draws, all layouts (hours)
 	@PROOFS=1 $(PYTEST) -n 2 --dist loadfile --timeout 7200 $$(grep -l 'tests.proofs import' -r tests --include='test_*.py')
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)

@@ -1,8 +1,8 @@
 """Sampling while the trainer trains: its gain in steps/s at `max_staleness` K = 0, 1, 2.
 
 All in one layout. The controller is the program's own; servers and trainer sleep for the time of
-their work. Beside each figure stands the prediction of a simulation of the same numbers
-(`megatron_dapo/commands/plan/simulation.py`).
+their work, by a clock that jumps to the next event (`jumping_clock.py`). Beside each figure stands
+the prediction of a simulation of the same numbers (`megatron_dapo/commands/plan/simulation.py`).
 
 python -m benchmarks.bench_async [--quick] [--staleness 0,1,2] [--steps N] [--json FILE]
 """
@@ -20,12 +20,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from benchmarks.jumping_clock import JumpingClock
 from benchmarks.report import plain_table, written
-from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer
-from megatron_dapo.commands.plan.simulated_server import Machines
+from benchmarks.sleeping_server import NUM_PROMPTS, Answers, SleepingServer, token_seconds
+from megatron_dapo.commands.plan.simulated_server import Machines, SpeedChange
 from megatron_dapo.commands.plan.simulation import Draws, Recipe, Simulation, Speed, random_draws
+from megatron_dapo.common.rollout_errors import NeedsSync
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
+from megatron_dapo.data.samples import RolloutBatch
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import make_config, write_files
 
@@ -33,9 +36,10 @@ from tests.fake_rollout import make_config, write_files
 LENGTHS = Lengths(median=60, sigma=0.9, longest=280)
 ACCEPTANCE = 0.45
 SEED = 1
-MACHINES = Machines(num_servers=2, slots_per_server=16, token_s=0.008, train_s=2.0, push_s=0.1)
+# of a token on a full server: 8 ms
+MACHINES = Machines(num_servers=2, slots_per_server=16, train_s=2.0, push_s=0.1, **token_seconds(0.008, slots=16))
 RECIPE = Recipe(train_batch_size=16, gen_batch_size=64, n=4, max_staleness=0, num_steps=12)
-QUICK_MACHINES = replace(MACHINES, token_s=0.001, train_s=0.2, push_s=0.01)
+QUICK_MACHINES = replace(MACHINES, train_s=0.2, push_s=0.01, **token_seconds(0.001, slots=16))
 QUICK_RECIPE = replace(RECIPE, train_batch_size=4, gen_batch_size=16, num_steps=2, warm_up=1)
 MANY_STEPS = 10_000  # of the run: no measured one is near its end
 
@@ -89,9 +93,12 @@ def bench_config(
 
 async def train(
     controller: Controller, servers: Sequence[SleepingServer], slots: SlotCount, machines: Machines, recipe: Recipe
-) -> Speed:
-    """Ask for batches, sleep as a trainer, push; return the steps' speed after the warm-up."""
-    waited_s = 0.0
+) -> tuple[Speed, float]:
+    """Ask for batches, sleep as a trainer, push.
+
+    Returns the speed of the steps after the warm-up, and the moves per step.
+    """
+    waited_s = num_moves = 0.0
     discarded = generated = 0.0
     started = (time.monotonic(), slots.slot_seconds())
     for step in range(1, recipe.warm_up + recipe.num_steps + 1):
@@ -99,64 +106,107 @@ async def train(
             started = (time.monotonic(), slots.slot_seconds())
             waited_s = discarded = generated = 0.0
         asked_at = time.monotonic()
-        batch = await controller.next_batch(step, weight_version=step - 1)
+        batch = await next_batch(controller, servers, step, machines.push_s)
         assert len(batch.groups) == recipe.train_batch_size
         assert batch.metrics["rollout/staleness_max"] <= recipe.max_staleness
         waited_s += time.monotonic() - asked_at
+        num_moves += batch.metrics["rollout/num_moves"]
         discarded += batch.metrics["rollout/num_groups_discarded"]
         generated += batch.metrics["dapo/num_kept_groups"] + batch.metrics["dapo/num_filtered_groups"]
         await asyncio.sleep(machines.train_s)
-        for server in servers:
-            server.pause()
-        await asyncio.sleep(machines.push_s)
-        for server in servers:
-            server.resume(version=step)
+        await push(servers, machines.push_s, version=step)
     seconds = time.monotonic() - started[0]
-    return Speed(
+    speed = Speed(
         steps_per_s=recipe.num_steps / seconds,
         wait_share=waited_s / seconds,
         slots_used=(slots.slot_seconds() - started[1]) / (seconds * machines.num_slots),
         discarded_share=discarded / generated,
     )
+    return speed, num_moves / (recipe.warm_up + recipe.num_steps)
 
 
-async def measured(folder: Path, machines: Machines, recipe: Recipe, draws: Draws) -> Speed:
-    """Return the speed of the real controller with sleeping servers and a sleeping trainer."""
+async def next_batch(
+    controller: Controller, servers: Sequence[SleepingServer], step: int, push_s: float
+) -> RolloutBatch:
+    """Return the step's batch; push to servers that came back without the weights."""
+    while True:
+        try:
+            return await controller.next_batch(step, weight_version=step - 1)
+        except NeedsSync:
+            await push(servers, push_s, version=step - 1)
+
+
+async def push(servers: Sequence[SleepingServer], push_s: float, version: int) -> None:
+    """Take the time of a push to the servers that are there."""
+    reached = [server for server in servers if server.is_started]
+    for server in reached:
+        server.pause()
+    await asyncio.sleep(push_s)
+    for server in reached:
+        server.resume(version)
+
+
+async def change_speeds(servers: Sequence[SleepingServer], changes: Sequence[SpeedChange]) -> None:
+    """Slow servers down, lose them and start them again, as a simulation would."""
+    began = time.monotonic()
+    for change in changes:
+        server = servers[change.server]
+        await asyncio.sleep(began + change.at_s - time.monotonic())
+        if change.factor is None:
+            await server.stop()
+            continue
+        server.set_slowness(change.factor)
+        if not server.is_started:
+            await server.start()
+
+
+async def measured(
+    folder: Path, machines: Machines, recipe: Recipe, draws: Draws, clock: JumpingClock
+) -> tuple[Speed, float]:
+    """Return the speed of the real controller with sleeping servers and a sleeping trainer, and the
+    moves per step."""
     slots = SlotCount()
     answers = Answers(draws, recipe.n)
-    servers = [SleepingServer(answers, machines.token_s, slots.add) for _ in range(machines.num_servers)]
+    servers = [SleepingServer(answers, machines, slots.add) for _ in range(machines.num_servers)]
     for server in servers:
         await server.start()
     controller = Controller(bench_config(folder, servers, machines, recipe))
+    changing: asyncio.Task | None = None
     try:
         await controller.start()
-        return await train(controller, servers, slots, machines, recipe)
+        with clock.jumping():
+            changing = asyncio.create_task(change_speeds(servers, machines.changes))
+            return await train(controller, servers, slots, machines, recipe)
     finally:
+        if changing:
+            changing.cancel()
         await controller.close()
         for server in servers:
             await server.stop()
 
 
-def compared(machines: Machines, recipe: Recipe) -> dict:
-    """Return one K's measured and predicted speed, and this process's share of processor time."""
-    draws = random_draws(LENGTHS, ACCEPTANCE, recipe.n, SEED)
-    predicted = Simulation(machines, recipe, draws).run()
+def measure(machines: Machines, recipe: Recipe, draws: Draws) -> dict[str, float]:
+    """Return a real run's figures."""
     with tempfile.TemporaryDirectory(prefix="async-") as name:
         folder = Path(name)
         write_files(folder, num_prompts=NUM_PROMPTS)
         sys.path.insert(0, name)
-        began = (time.monotonic(), time.process_time())
+        clock = JumpingClock()
         try:
-            speed = asyncio.run(measured(folder, machines, recipe, draws))
+            speed, moves_per_step = clock.run(measured(folder, machines, recipe, draws, clock))
         finally:
             sys.path.remove(name)
             sys.modules.pop("fake_rewards", None)
-    seconds, processor_s = time.monotonic() - began[0], time.process_time() - began[1]
+    return {**asdict(speed), "moves_per_step": moves_per_step}
+
+
+def compared(machines: Machines, recipe: Recipe) -> dict:
+    """Return one K's measured and predicted speed."""
+    draws = random_draws(LENGTHS, ACCEPTANCE, recipe.n, SEED)
     return {
         "max_staleness": recipe.max_staleness,
-        "measured": asdict(speed),
-        "predicted": asdict(predicted),
-        "processor_share": processor_s / seconds,
+        "predicted": asdict(Simulation(machines, recipe, draws).run()),
+        "measured": measure(machines, recipe, draws),
     }
 
 
@@ -217,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def show(results: Sequence[dict]) -> None:
     """Print measured figures, each with the predicted one in brackets."""
-    columns = ("K", "steps/s", "over the first", "trainer waits", "slots used", "discarded", "processor")
+    columns = ("K", "steps/s", "over the first", "trainer waits", "slots used", "discarded")
     table = plain_table("measured (predicted)", columns)
     for result in results:
         speed, predicted = result["measured"], result["predicted"]
@@ -226,7 +276,6 @@ def show(results: Sequence[dict]) -> None:
             f"{speed['steps_per_s']:.3f} ({predicted['steps_per_s']:.3f})",
             f"{speed['ratio']:.2f} ({predicted['ratio']:.2f})",
             *(f"{speed[name]:.0%} ({predicted[name]:.0%})" for name in ("wait_share", "slots_used", "discarded_share")),
-            f"{result['processor_share']:.0%}",
         )
     Console(width=110).print(table)
 

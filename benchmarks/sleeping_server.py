@@ -3,23 +3,33 @@
 It speaks the routes of `tests.fake_rollout.FakeServer`. A pause stops running requests, and
 `resume` goes on with them under the new weights: every token carries the server's version at its
 writing. An abort ends a request with its tokens so far; the server that goes on with them has the
-same response in mind.
+same response in mind. A server that was stopped may start again, without weights of ours.
 """
 
 import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
+from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Draws
+from megatron_dapo.servers.client import FOREIGN_VERSION
 from megatron_dapo.servers.fleet import TOKEN_TIME
 from tests.fake_rollout import WORDS, FakeServer, Script
 
-_TOKENS_OF_A_LOOK = 15  # after so many a server tells of its work, as SGLang
+_PART = 0.01  # of a token: clocks are not exact
 NUM_PROMPTS = sum(word.startswith("p") for word in WORDS)  # of the vocabulary: p0, p1, ...
+
+
+def token_seconds(full_s: float, slots: int) -> dict[str, float]:
+    """Return the fields of `Machines` for a server that slows down with its requests as the rules
+    assume. full_s: seconds of a token with all slots in use."""
+    unit = full_s / TOKEN_TIME.token_s(1.0, slots)
+    return {"token_s": unit * TOKEN_TIME.base, "token_s_per_request": unit * TOKEN_TIME.per_request}
 
 
 class Answers:
@@ -56,42 +66,89 @@ class Answers:
 
 
 class SleepingServer(FakeServer):
-    """One server. Each request takes token_s times `slowness` per token, without the pauses.
+    """One server. With r requests it takes token_s + r * token_s_per_request for a token of each.
 
-    `count` is called with +1 at its beginning and with -1 at its end. `set_slowness`: its speed
-    from now on; infinite: it writes nothing.
+    That is times its slowness (`set_slowness`; infinite: it writes nothing), and without the
+    pauses. `count` is called with +1 at a request's beginning and with -1 at its end.
     """
 
-    def __init__(self, answers: Answers, token_s: float, count: Callable[[int], None]) -> None:
+    def __init__(self, answers: Answers, machines: Machines, count: Callable[[int], None]) -> None:
         super().__init__(Script(), version=0)
         self._answers = answers
-        self._token_s = token_s
+        self._machines = machines
         self._count = count
         self._slowness = 1.0
-        self._news = asyncio.Event()  # of a pause, its end, or another speed; the next one
+        self._since = time.monotonic()
+        self._num_steps = 0.0  # until then; each wrote a token of every request
+        self._ends: dict[str, float] = {}  # request -> steps at its end
+        self._alarm: asyncio.TimerHandle | None = None  # at the next end
+        self._pushes = [(0.0, self.version)]  # (steps before, version)
         self._work = [0.0] * 6  # as SGLang's decode_moments
+
+    async def stop(self) -> None:
+        """Lose all work and the weights, as a killed server does. It may be started again."""
+        await super().stop()
+        self.version = FOREIGN_VERSION
+
+    @property
+    def is_started(self) -> bool:
+        """Return whether it listens."""
+        return self._runner is not None
 
     def pause(self) -> None:
         """Stop running requests."""
-        self.is_paused = True
-        self._tell()
+        with self._changed():
+            self.is_paused = True
 
     def resume(self, version: int) -> None:
         """Go on, with the weights of this version."""
-        self.version = version
-        self.is_paused = False
-        self._tell()
+        with self._changed():
+            self.version = version
+            self._pushes.append((self._num_steps, version))
+            self.is_paused = False
 
     def set_slowness(self, slowness: float) -> None:
         """Take so many times as long for a token."""
-        self._slowness = slowness
-        self._tell()
+        with self._changed():
+            self._slowness = slowness
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    @property
+    def _step_s(self) -> float:
+        """Return the seconds of a step; infinite while it writes nothing."""
+        if self.is_paused or not self._ends:
+            return math.inf
+        return self._slowness * (self._machines.token_s + len(self._ends) * self._machines.token_s_per_request)
+
+    @contextmanager
+    def _changed(self) -> Iterator[None]:
+        """Write until now; after the change go on until the next request ends."""
+        self._write()
+        yield
+        if self._alarm:
+            self._alarm.cancel()
+        if math.isfinite(self._step_s):
+            seconds = (min(self._ends.values()) - self._num_steps) * self._step_s
+            self._alarm = asyncio.get_running_loop().call_later(seconds, self._end_requests)
+
+    def _write(self) -> None:
+        """Take the steps until now, and count their work."""
+        step_s, num_requests, now = self._step_s, len(self._ends), time.monotonic()
+        if math.isfinite(step_s):
+            steps = (now - self._since) / step_s
+            part = (steps, steps * num_requests, 1e6 * (now - self._since), 0.0, 0.0, steps * num_requests)
+            self._work = [before + more for before, more in zip(self._work, part, strict=True)]
+            self._num_steps += steps
+        self._since = now
+
+    def _end_requests(self) -> None:
+        """End the finished requests."""
+        with self._changed():
+            for request in [request for request, end in self._ends.items() if end - self._num_steps < _PART]:
+                del self._ends[request]
+                self._aborted[request].set()
 
     async def _loads(self, request: web.Request) -> web.Response:
+        self._write()
         work = {"decode_moments": self._work, "total_prefill_uncached_tokens": len(self.requests)}
         return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 1, **work}]})
 
@@ -102,18 +159,21 @@ class SleepingServer(FakeServer):
         fields = await request.json()
         self.requests.append(fields)
         prompt = int(WORDS[fields["input_ids"][0]][1:])
-        seed = fields["sampling_params"]["sampling_seed"]
-        aborted = self._aborted.setdefault(fields["rid"], asyncio.Event())
-        self.num_open += 1
+        name, seed = fields["rid"], fields["sampling_params"]["sampling_seed"]
+        tokens = self._answers.rest(prompt, seed, len(fields["input_ids"]) - 1)
+        over = self._aborted.setdefault(name, asyncio.Event())
+        with self._changed():
+            began = self._num_steps
+            self._ends[name] = began + len(tokens)
         self._count(+1)
         try:
-            tokens = self._answers.rest(prompt, seed, len(fields["input_ids"]) - 1)
-            spans = await self._write(len(tokens), aborted)
+            await over.wait()
         finally:
-            self.num_open -= 1
+            with self._changed():
+                self._ends.pop(name, None)
             self._count(-1)
-            self._aborted.pop(fields["rid"], None)
-        num_written = spans[-1]["end"] if spans else 0
+            del self._aborted[name]
+        num_written = min(int(self._num_steps - began + _PART), len(tokens))
         if num_written == len(tokens):
             self._answers.end(seed)
         return web.json_response(
@@ -123,48 +183,16 @@ class SleepingServer(FakeServer):
                     "output_token_logprobs": [[-0.5, token, None] for token in tokens[:num_written]],
                     "finish_reason": {"type": "stop" if num_written == len(tokens) else "abort"},
                     "weight_version": str(self.version),
-                    "weight_versions": spans,
+                    "weight_versions": self._spans(began, num_written),
                 },
             }
         )
 
-    async def _write(self, num_tokens: int, aborted: asyncio.Event) -> list[dict]:
-        """Sleep until the tokens are written, or the request is aborted; return the spans of
-        versions."""
-        spans: list[dict] = []
-        written = 0.0
-        start = 0
-        while start < num_tokens and not aborted.is_set():
-            version, token_s = self.version, math.inf if self.is_paused else self._token_s * self._slowness
-            began = time.monotonic()
-            await _first_of(self._news, aborted, timeout_s=min(num_tokens - written, _TOKENS_OF_A_LOOK) * token_s)
-            written = min(written + (time.monotonic() - began) / token_s, num_tokens)
-            # a sleep may end a little early
-            end = num_tokens if num_tokens - written < 0.01 else int(written)
-            if end > start:
-                if not spans or spans[-1]["version"] != str(version):
-                    spans.append({"version": str(version), "start": start})
-                spans[-1]["end"] = end
-                self._note_work(end - start, token_s)
-            start = end
-        return spans
-
-    def _note_work(self, num_tokens: int, token_s: float) -> None:
-        """Count tokens as a server whose steps slow down with its requests as the rules assume,
-        though here they do not."""
-        step_s = token_s * TOKEN_TIME.token_s(1.0, self.num_open)
-        steps = num_tokens / self.num_open
-        part = (steps, num_tokens, 1e6 * step_s * steps, 0.0, 0.0, num_tokens)
-        self._work = [before + more for before, more in zip(self._work, part, strict=True)]
-
-
-async def _first_of(*events: asyncio.Event, timeout_s: float) -> None:
-    """Return when an event is set, or after timeout_s."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(
-            waiting, timeout=None if math.isinf(timeout_s) else timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-    finally:
-        for task in waiting:
-            task.cancel()
+    def _spans(self, began: float, num_tokens: int) -> list[dict]:
+        """Return the versions of so many tokens since this step."""
+        starts = [min(max(round(steps - began), 0), num_tokens) for steps, _ in self._pushes]
+        return [
+            {"version": str(version), "start": start, "end": end}
+            for (_, version), start, end in zip(self._pushes, starts, [*starts[1:], num_tokens], strict=True)
+            if end > start
+        ]

@@ -22,6 +22,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.helpers import free_port as find_free_port  # noqa: E402
+from tests.proofs import PROOFS  # noqa: E402
 
 torch.set_num_threads(1)
 # no deadline: the first call of many functions imports, and the machine may be busy
@@ -86,7 +87,11 @@ LONG = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not PROOFS:
+        proofs = [item for item in items if item.get_closest_marker("proof")]
+        config.hook.pytest_deselected(items=proofs)
+        items[:] = [item for item in items if item not in proofs]
     for item in items:
         if any(item.get_closest_marker(layer) for layer in ("distributed", "e2e", "slurm")):
             item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))

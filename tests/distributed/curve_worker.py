@@ -1,8 +1,8 @@
 """Run on every rank: the demo's training, 20 steps on the same samples, with fused kernels on and
-off, at two layouts.
+off.
 
-Argument: the file for rank 0's results, {"layout/auto|off": {"curve": [metrics of each step],
-"calls": [of the fused head, of the composed head]}}.
+Arguments: the file for rank 0's results, {"layout/auto|off": {"curve": [metrics of each step],
+"calls": [of the fused head, of the composed head]}}; the layouts.
 """
 
 import random
@@ -108,7 +108,8 @@ def main() -> None:
     results = {}
     log_prob_head.fused_dapo_head, fused_calls = counted(log_prob_head.fused_dapo_head)
     log_prob_head.linear_logprob_entropy, composed_calls = counted(log_prob_head.linear_logprob_entropy)
-    for name, sizes in LAYOUTS.items():
+    out, *names = sys.argv[1:]
+    for name, sizes in ((name, LAYOUTS[name]) for name in names):
         layout = ParallelLayout.initialize(**sizes)
         for fused in ("auto", "off"):
             fused_calls.clear(), composed_calls.clear()
@@ -118,7 +119,7 @@ def main() -> None:
             results[f"{name}/{fused}"] = {"curve": curve, "calls": calls.tolist()}
         leave(layout)
     if dist.get_rank() == 0:
-        torch.save(results, sys.argv[1])
+        torch.save(results, out)
     dist.destroy_process_group()
 
 

@@ -39,7 +39,9 @@ def results(critics, tmp_path_factory) -> dict[str, dict[str, dict]]:
     by_family: dict[str, dict] = {}
     for family, critic in critics.items():
         overrides = [*PPO, f"critic.model.path={critic}"]
-        variants = {"small": [*overrides, *SMALL], "sharded": [*overrides, *SHARDED], "half": [*overrides, *HALF]}
+        variants = {"half": [*overrides, *HALF]}
+        if family == "qwen3_moe":  # what dense ones learn in float32 is in test_critic.py
+            variants |= {"small": [*overrides, *SMALL], "sharded": [*overrides, *SHARDED]}
         actor = make_tiny(folder / family, family, vocab=VOCAB, layers=2, hidden=HIDDEN, heads=4, kv_heads=2)
         layouts = {
             world: {name: (sizes_for(family, sizes), variants) for name, sizes in of_world.items()}

@@ -8,10 +8,11 @@ import torch
 
 from tests.forked_ranks import run_ranks
 from tests.head_cases import CASES, SAME_ROWS, bounds, full_kl_of, inputs_of, log_probs_of, oracle
+from tests.proofs import few
 
 pytestmark = pytest.mark.distributed
 
-WORLDS = (1, 2, 4)
+WORLDS = few((1, 2, 4), 2)
 
 
 @pytest.fixture(scope="module")

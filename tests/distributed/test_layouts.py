@@ -3,7 +3,8 @@
 The same 32 samples go through every layout of (TP, PP, virtual PP, SP, DP) for up to four
 processes. They go in small micro-batches, packed and as padded rectangles. On one process and on
 one layout of each kind, large micro-batches and every aggregation mode come on top. One start per
-world size runs all its layouts; every case is compared with the plain single-process run.
+world size runs all its layouts; every case is compared with the plain single-process run. All cases
+are `make proofs`; in `make test` each variant meets each kind of parallelism.
 """
 
 from collections.abc import Callable
@@ -12,8 +13,17 @@ from functools import partial
 import pytest
 import torch
 
-from tests.distributed.layout_runs import Layouts, assert_same, assert_same_as, cases_of, run_layouts, with_others
+from tests.distributed.layout_runs import (
+    Layouts,
+    assert_same,
+    assert_same_as,
+    cases_of,
+    restricted,
+    run_layouts,
+    with_others,
+)
 from tests.families import own_layers
+from tests.proofs import covering
 from tests.synthetic import synthetic_groups, with_replayed
 from tests.tiny_models import make_tiny
 
@@ -130,6 +140,7 @@ UNEVEN = {
     "pp4": {"uneven": [f"{LAYERS}=[0,1,3,0]"]},
 }
 
+
 ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
 ALL_KINDS = "tp2_sp_pp2"
 
@@ -200,6 +211,13 @@ def by_world_size(layouts: dict[str, dict], sizes: dict[str, int], variants: Cal
     }
 
 
+def in_short(layouts: Layouts) -> Layouts:
+    return restricted(layouts, covering(cases_of(layouts)))
+
+
+DENSE = in_short(by_world_size(LAYOUTS, WORLD_SIZES, variants))
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, dict]:
     """ "layout/variant" -> the run's results, for all layouts."""
@@ -207,7 +225,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     # 4 KV heads for TP4, 4 layers for PP4, an odd vocabulary so that some rank cuts its padding off
     model = make_tiny(folder / "model", "qwen3", vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, vocab=67, layers=4, hidden=32, heads=8, kv_heads=4)
-    return run_layouts(folder, model, by_world_size(LAYOUTS, WORLD_SIZES, variants), reference)
+    return run_layouts(folder, model, DENSE, reference)
 
 
 TIED_LAYOUTS = ("tp1", "tp2_sp", "pp2", "dp2")
@@ -271,16 +289,16 @@ def mixture_variants(layout: str) -> dict[str, list[str]]:
 MIXTURE_WORLD_SIZES = {n: 1 if n == "tp1" else 2 if n in list(MIXTURE_LAYOUTS)[1:7] else 4 for n in MIXTURE_LAYOUTS}
 
 
+MIXTURE = in_short(by_world_size(MIXTURE_LAYOUTS, MIXTURE_WORLD_SIZES, mixture_variants))
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory) -> dict[str, dict]:
     """As `results`, of a mixture of experts."""
     folder = tmp_path_factory.mktemp("mixture")
     model = make_tiny(folder / "model", "qwen3_moe", vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
-    whole = {"tp1": {"whole": []}}
-    layouts = by_world_size(
-        MIXTURE_LAYOUTS, MIXTURE_WORLD_SIZES, lambda name: mixture_variants(name) | whole.get(name, {})
-    )
-    return run_layouts(folder, model, layouts)
+    sizes, cases = MIXTURE[1]["tp1"]
+    return run_layouts(folder, model, {**MIXTURE, 1: {"tp1": (sizes, {**cases, "whole": []})}})
 
 
 # families with layers of several kinds, in one start; the other ranks are data parallelism
@@ -288,12 +306,23 @@ FAMILIES = own_layers(is_mixture=False)
 FAMILY_LAYOUTS = {"tp1": {}, "tp2": {"tp": 2}, "tp2_sp": {"tp": 2, "sp": True}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 
 
-def family_variants(layout: str, family: str) -> dict[str, list[str]]:
-    small = {"small": CUTS["small"]}
-    if layout in ("cp2", "tp2"):  # tp2 is of a weight that is whole beside heads that are cut
-        return small if layout == "cp2" or family == "qwen3_5" else {}
+def family_variants(layout: str) -> dict[str, list[str]]:
     extra = {"tp1": {"whole": [], **RECOMPUTED}, "tp2_sp": {"sharded": [*DISTRIBUTED_OPTIMIZER, *CUTS["small"]]}}
-    return small | {"padded": CUTS["padded"]} | extra.get(layout, {})
+    small = {"small": CUTS["small"]}
+    chosen = small if layout in ("cp2", "tp2") else small | {"padded": CUTS["padded"]} | extra.get(layout, {})
+    # without sequence parallelism, a delta net has a whole weight beside heads that are cut
+    families = ("qwen3_5",) if layout == "tp2" else FAMILIES
+    return {
+        f"{family}/{name}": [f"actor_rollout_ref.model.path=OTHER({family})", *overrides]
+        for family in families
+        for name, overrides in chosen.items()
+    }
+
+
+FAMILY_RUNS = in_short(
+    by_world_size(FAMILY_LAYOUTS, {name: 1 if name == "tp1" else 2 for name in FAMILY_LAYOUTS}, family_variants)
+)
+FAMILY_CASES = cases_of(FAMILY_RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -301,25 +330,9 @@ def families(tmp_path_factory) -> dict[str, dict]:
     """As `results`, under "layout/family/variant"."""
     folder = tmp_path_factory.mktemp("families")
     shape = dict(vocab=67, layers=2, hidden=32, heads=4, kv_heads=2)
-    models = {family: str(make_tiny(folder / family, family, **shape)) for family in FAMILIES}
+    models = {family: make_tiny(folder / family, family, **shape) for family in FAMILIES}
+    return run_layouts(folder, folder / FAMILIES[0], FAMILY_RUNS, others=models)
 
-    def variants(layout: str) -> dict[str, list[str]]:
-        return {
-            f"{family}/{name}": [f"actor_rollout_ref.model.path={path}", *overrides]
-            for family, path in models.items()
-            for name, overrides in family_variants(layout, family).items()
-        }
-
-    layouts = by_world_size(FAMILY_LAYOUTS, {name: 1 if name == "tp1" else 2 for name in FAMILY_LAYOUTS}, variants)
-    return run_layouts(folder, folder / FAMILIES[0], layouts)
-
-
-FAMILY_CASES = [
-    f"{layout}/{family}/{variant}"
-    for layout in FAMILY_LAYOUTS
-    for family in FAMILIES
-    for variant in family_variants(layout, family)
-]
 
 OTHERS = own_layers(is_mixture=True)
 with_them = partial(with_others, OTHERS)
@@ -340,18 +353,21 @@ SHARED_LAYOUTS: Layouts = {
 }
 
 
+SHARED = in_short(SHARED_LAYOUTS)
+
+
 @pytest.fixture(scope="module")
 def shared_mixture(tmp_path_factory) -> dict[str, dict]:
     """As `results`, of a GLM-4.5, and of the others under their names."""
     folder = tmp_path_factory.mktemp("shared_mixture")
     shape = dict(vocab=67, layers=3, hidden=32, heads=4, kv_heads=2, seed=1)
     model, *others = (make_tiny(folder / name, name, **shape) for name in ("glm4_moe", *OTHERS))
-    return run_layouts(folder, model, SHARED_LAYOUTS, others=dict(zip(OTHERS, others, strict=True)))
+    return run_layouts(folder, model, SHARED, others=dict(zip(OTHERS, others, strict=True)))
 
 
-SHARED_CASES = cases_of(SHARED_LAYOUTS)
-MIXTURE_CASES = [f"{layout}/{variant}" for layout in MIXTURE_LAYOUTS for variant in mixture_variants(layout)]
-ALL_CASES = [f"{layout}/{variant}" for layout in LAYOUTS for variant in variants(layout)]
+SHARED_CASES = cases_of(SHARED)
+MIXTURE_CASES = cases_of(MIXTURE)
+ALL_CASES = cases_of(DENSE)
 
 # each case with its base
 OF_TOKEN_MEAN = dict.fromkeys((*RECOMPUTE, *HEADS, *OVERLAP, *UNEVEN["pp2"]), "token-mean")

@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from tests.forked_ranks import run_ranks
+from tests.proofs import few
 
 pytestmark = pytest.mark.distributed
+
+
+LAYOUTS = few(["tp2_sp", "pp2"], 1)
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("curves") / "curves.pt"
-    run_ranks(Path(__file__).with_name("curve_worker.py"), 2, str(out))
+    run_ranks(Path(__file__).with_name("curve_worker.py"), 2, str(out), *LAYOUTS)
     return torch.load(out)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout):
     on, off = curves[f"{layout}/auto"]["curve"], curves[f"{layout}/off"]["curve"]
     assert len(on) == len(off) == 20
@@ -30,7 +34,7 @@ def test_the_loss_curve_is_the_same_with_fused_kernels_on_and_off(curves, layout
             assert fused[name] == pytest.approx(composed[name], rel=1e-5, abs=slack), f"{name} at step {step}"
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_two_ways_are_really_two_and_the_policy_moves(curves, layout):
     """Otherwise the comparison above would compare a thing with itself, or a constant one."""
     (fused, composed), (not_fused, all_composed) = (curves[f"{layout}/{way}"]["calls"] for way in ("auto", "off"))

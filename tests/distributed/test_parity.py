@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.distributed.parity_worker import BUCKET_BYTES
 from tests.families import FAMILIES, TinyFamily, parity_models
 from tests.forked_ranks import run_ranks
+from tests.proofs import covering
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -62,14 +63,15 @@ def family_of(model: str) -> TinyFamily:
     return FAMILIES[(MODELS | MIXTURES)[model]["family"]]
 
 
-CASES = [
-    f"{model}/{layout}"
+PAIRS = [
+    f"{layout}/{model}"
     for models, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
     for layouts in layouts_of.values()
     for layout, sizes in layouts.items()
     for model in models
     if has_layout(model, sizes)
 ]
+CASES = [f"{model}/{layout}" for layout, _, model in (pair.partition("/") for pair in covering(PAIRS))]
 
 
 def hugging_face_log_probs(path: Path, sequences: list[list[int]]) -> list[torch.Tensor]:
@@ -99,7 +101,7 @@ def runs(tmp_path_factory):
     for world in LAYOUTS:
         task = folder / f"task{world}.json"
         layouts = [
-            (layout, sizes, {name: str(paths[name]) for name in names if has_layout(name, sizes)})
+            (layout, sizes, {name: str(paths[name]) for name in names if f"{name}/{layout}" in CASES})
             for names, layouts_of in ((MODELS, LAYOUTS), (MIXTURES, MIXTURE_LAYOUTS))
             for layout, sizes in layouts_of[world].items()
         ]

@@ -15,6 +15,7 @@ from megatron_dapo.servers import child_process
 from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.forked_commands import ForkedPopen
 from tests.forked_servers import START
+from tests.proofs import proof
 
 pytestmark = pytest.mark.e2e
 
@@ -29,6 +30,7 @@ def popen(command: list[str], **options: Any) -> Any:
     return (ForkedPopen if module.startswith(FORKED) else START)(command, **options)
 
 
+@proof
 def test_a_healthy_machine_is_accepted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(child_process.subprocess, "Popen", popen)
     code = main(["--output", str(tmp_path / "new")])

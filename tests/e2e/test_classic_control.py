@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from examples.classic_control.train import CARTPOLE, ENV_STEPS, ENVIRONMENT, SOLVED, evaluate, training
+from tests.proofs import few
 
 pytestmark = pytest.mark.e2e
 
-SEEDS = (0, 1, 2)
+SEEDS = few((0, 1, 2), 1)
 
 
 def solve(seed: int) -> list[float]:
@@ -25,7 +26,7 @@ def solve(seed: int) -> list[float]:
     return evaluate(progress.state, ENVIRONMENT, CARTPOLE)
 
 
-def test_cartpole_is_solved_with_three_seeds():
+def test_cartpole_is_solved_with_every_seed():
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         results = dict(zip(SEEDS, pool.map(solve, SEEDS), strict=True))
     for seed, returns in results.items():

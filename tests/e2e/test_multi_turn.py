@@ -20,10 +20,11 @@ from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.forked_local import run_here
 from tests.helpers import REPOSITORY
+from tests.proofs import amount, proof
 
 pytestmark = pytest.mark.e2e
 
-NUM_STEPS = 12
+NUM_STEPS = amount(4, 12)
 VOCABULARY = json.loads((REPOSITORY / "examples/calculator/base/tokenizer.json").read_text())["model"]["vocab"]
 CHARACTERS = {index: char for char, index in VOCABULARY.items()}
 END = VOCABULARY["<eos>"]
@@ -77,6 +78,7 @@ def results_of(turn: str) -> str:
     return "" if None in answers else "".join(answers)
 
 
+@proof
 def test_the_model_learns_to_call_the_tool(metrics):
     rewards = [line["reward/mean"] for line in steps(metrics)]
     turns = [line["rollout/num_turns_mean"] for line in steps(metrics)]
@@ -116,7 +118,7 @@ def test_masks_and_turn_counts_token_by_token(batches):
         if sample.finish_reason == "stop":
             assert "(" not in spelled(parts[-1][1]) and sample.is_terminated
         num_two_turns += sample.num_turns == 2
-    assert num_checked > 500 and num_two_turns > 500
+    assert min(num_checked, num_two_turns) > amount(50, 500)
 
 
 def test_the_trainer_learns_from_the_models_tokens_only(batches):

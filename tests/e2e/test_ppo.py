@@ -24,6 +24,7 @@ from megatron_dapo.config.derived import uses_critic
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.forked_local import run_here
+from tests.proofs import few, proof
 
 pytestmark = pytest.mark.e2e
 
@@ -74,7 +75,10 @@ def pp2(folder, tp2) -> list[dict]:
     return run(main, folder / "pp2", *replay, *PP2, *own)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+LAYOUTS = few(["tp2", "pp2"], 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_value_loss_falls_and_the_values_explain_the_returns(layout, request):
     metrics = request.getfixturevalue(layout)
     assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1))
@@ -93,13 +97,14 @@ def test_the_reward_climbs_and_the_held_out_accuracy_doubles(folder, tp2):
     assert after >= 2 * before
 
 
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_critic_warms_up_alone(layout, request):
     metrics = request.getfixturevalue(layout)
     assert ["actor/loss" in line for line in metrics] == [False] * WARMUP + [True] * (NUM_STEPS - WARMUP)
     assert all(line["critic/grad_norm"] > 0 and line["critic/lr"] == 5e-4 for line in metrics)
 
 
+@proof
 def test_two_pipeline_stages_learn_what_two_tensor_parallel_ranks_learn(tp2, pp2):
     """Equal to rounding in the first steps, early enough for a fault of the layout;
     later training enlarges it.

@@ -388,7 +388,13 @@ def _pass(tree: Path, bugs: Sequence[PublishedBug]) -> bool:
     cases = " ".join(sorted({case for bug in bugs for case in bug.cases}))
     tests = dict.fromkeys(bug.test for bug in bugs)
     command = [sys.executable, "-B", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(tree),
+        "PROOFS": "1",
+    }
     done = subprocess.run(
         command, cwd=tree, env=environment | {"LAYOUT_CASES": cases}, capture_output=True, text=True, check=False
     )

@@ -19,6 +19,7 @@ import torch
 from launch.local import main
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.forked_local import run_here
+from tests.proofs import proof
 
 pytestmark = pytest.mark.slurm
 
@@ -134,6 +135,7 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
         assert not again.attempt().exists() and again.leaves_nothing()
 
 
+@proof
 class TestNodesAreTakenAway:
     """After one step another job takes all nodes for a moment; after the next a node is set down.
     The job goes on on other nodes, and is cancelled there in mid-run."""
@@ -179,6 +181,7 @@ class TestNodesAreTakenAway:
         assert job.leaves_nothing()
 
 
+@proof
 class TestAChainOfTwoJobs:
     """In the first one trainer and servers share a node's GPUs, a reward worker hangs on the first
     response, and after two steps its time is nearly up. The second has a node for the server, which

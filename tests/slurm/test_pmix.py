@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from tests import mpi_replay
+from tests.proofs import proof
 
 pytestmark = pytest.mark.slurm
 
@@ -27,6 +28,7 @@ def srun(cluster):
     return run
 
 
+@proof
 def test_the_demo_trains_under_srun_with_pmix_as_under_torchrun_bit_for_bit(cluster, srun):
     folder = cluster.folder / "mpi"
     batches, runs = mpi_replay.write_batches(folder / "batches"), (folder / "torchrun", folder / "srun")

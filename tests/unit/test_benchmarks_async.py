@@ -194,5 +194,5 @@ def test_the_benchmark_runs_and_its_report_has_what_the_docs_show(tmp_path):
     report = json.loads((tmp_path / "async.json").read_text())
     assert [result["max_staleness"] for result in report["results"]] == [0, 1]
     for result in report["results"]:
-        assert result["measured"].keys() == result["predicted"].keys() == FIGURES
+        assert result["measured"].keys() & result["predicted"].keys() == FIGURES
         assert 0 < result["measured"]["slots_used"] <= 1 and 0 < result["measured"]["wait_share"] < 1

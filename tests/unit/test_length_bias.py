@@ -93,7 +93,7 @@ def trained_by_controller(folder, recipe: Recipe) -> list[Group]:
 
     async def scenario() -> list[Group]:
         machines = CONTROLLED_MACHINES
-        server = SleepingServer(Answers(CONTROLLED_DRAWS, recipe.n), machines.token_s, count=lambda change: None)
+        server = SleepingServer(Answers(CONTROLLED_DRAWS, recipe.n), machines, count=lambda change: None)
         await server.start()
         controller = Controller(bench_config(folder, [server], machines, recipe))
         groups: list[Group] = []

@@ -16,7 +16,7 @@ from megatron_dapo.servers.client import Generation, SamplingParams
 from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server_health import ServerState
 from tests.fake_rollout import WORDS, WritingServer, until
-from tests.proofs import amount
+from tests.proofs import amount, few
 from tests.unit.test_pushes_in_flight import AllRight, Words, check_labels, draw, rollout, sample
 
 pytestmark = pytest.mark.unit
@@ -257,7 +257,7 @@ def test_moved_answers_are_as_long_as_others():
     assert answers_with_moves(chance, number, p_end, 3, moved_whole).mean() > 30 + error
 
 
-@pytest.mark.parametrize("slowness", [4.0, 10.0])
+@pytest.mark.parametrize("slowness", few([4.0, 10.0], 1))
 def test_a_slow_server_loses_requests_to_the_others_and_no_token_is_lost(slowness, short_looks):
     """Eight servers, one slow. While the run is blocked its requests go on elsewhere; then it is
     well again, and gets requests again."""

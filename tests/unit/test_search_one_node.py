@@ -18,6 +18,7 @@ from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.huggingface.spec_reader import model_spec
+from tests.proofs import proof
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +72,7 @@ def every_choice(source: ConfigSource, config, ages):
             yield from ((changed, age) for age in ages if not age or ranks < 4)
 
 
+@proof
 def test_of_all_ways_to_use_four_gpus_the_fastest_is_found(monkeypatch):
     monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 10**9)  # all: no part stands for the whole
     monkeypatch.setattr(step_time, "MEASURED_STEPS", 2)
