@@ -139,6 +139,7 @@ UNEVEN = {
     "pp4": {"uneven": [f"{LAYERS}=[0,1,3,0]"]},
 }
 
+
 ONE_OF_A_KIND = ("tp2_sp", "pp2", "dp2")
 ALL_KINDS = "tp2_sp_pp2"
 
