@@ -150,7 +150,8 @@ class SleepingServer(FakeServer):
     async def _loads(self, request: web.Request) -> web.Response:
         self._write()
         work = {"decode_moments": self._work, "total_prefill_uncached_tokens": len(self.requests)}
-        return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 1, **work}]})
+        places = {"num_running_reqs": len(self._ends), "max_running_requests": 4096}
+        return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 1, **places, **work}]})
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({}, status=503 if math.isinf(self._slowness) else 200)

@@ -26,6 +26,7 @@ from megatron_dapo.rollout.controller import Controller
 
 EOS = "<eos>"
 WORDS = [EOS, "<unk>", "right", "wrong", "right_long", "wrong_long", *(f"p{number}" for number in range(200))]
+PLACES = {"num_running_reqs": 0, "max_running_requests": 100}  # of a server's load
 PROMPT_LENGTH, SHORT, LONG = 1, 2, 8  # tokens; a long response reaches max_response_length
 MIXED, RIGHT, WRONG = ("right", "wrong"), ("right", "right"), ("wrong", "wrong")
 
@@ -142,7 +143,7 @@ class FakeServer:
         self.num_looks += 1
         if self.num_used_tokens is None:
             return web.json_response({"error": "scripted"}, status=404)
-        load = {"num_used_tokens": self.num_used_tokens, "max_total_num_tokens": 100}
+        load = {"num_used_tokens": self.num_used_tokens, "max_total_num_tokens": 100} | PLACES
         return web.json_response({"loads": [load]})
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -284,7 +285,7 @@ class WritingServer(FakeServer):
 
     async def _loads(self, request: web.Request) -> web.Response:
         self.num_looks += 1
-        work = {"decode_moments": self.moments, "total_prefill_uncached_tokens": len(self.requests)}
+        work = {"decode_moments": self.moments, "total_prefill_uncached_tokens": len(self.requests), **PLACES}
         return web.json_response({"loads": [{"num_used_tokens": 0, "max_total_num_tokens": 100, **work}]})
 
     async def _step(self) -> None:

@@ -82,7 +82,7 @@ def divisible_by_tp(config: Config, model: dict[str, Any]) -> Iterator[str]:
         "intermediate_size": _size(model, "intermediate_size") if _has_dense_layers(model) else None,
         # the other experts are cut over ETP
         "n_shared_experts x moe_intermediate_size": _shared_size(model),
-        SHARED_EXPERT: _size(model, SHARED_EXPERT),
+        SHARED_EXPERT: _size(model, SHARED_EXPERT) if num_experts_of(model) else None,
     }
     for name, size in sizes.items():
         if size and size % tp:
@@ -349,7 +349,7 @@ def servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
         return
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     key = f"{ROLLOUT}.server.tensor_model_parallel_size"
-    widths = [_expert_width_key(model)] if num_experts_of(model) else []
+    widths = [_expert_width_key(model), SHARED_EXPERT] if num_experts_of(model) else []
     names = ("num_attention_heads", "linear_num_key_heads", *widths)
     sizes = {name: size for name in names if (size := _size(model, name)) is not None and size % tp}
     for name, size in sizes.items():

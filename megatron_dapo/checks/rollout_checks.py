@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
-from megatron_dapo.config.derived import is_server_url, starts_servers
+from megatron_dapo.config.derived import is_server_url, server_option, starts_servers
 from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.server_states import RATIO_OPTION, states_ratio
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 EXTRA_ARGS = f"{ROLLOUT}.server.extra_args"
@@ -202,21 +203,19 @@ def extra_args(config: Config) -> Iterator[str]:
         if whole is not None:
             said = option if whole == option else f"{option}, which may stand for {whole}"
             yield f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}."
-    if "--quantization" in options and _value_of("--load-format", arguments) != "flash_rl":
+    if "--quantization" in options and server_option(config, "--load-format") != "flash_rl":
         yield (
-            f"{EXTRA_ARGS} has --quantization {_value_of('--quantization', arguments)}, whose parameters cannot take "
+            f"{EXTRA_ARGS} has --quantization {server_option(config, '--quantization')}, whose parameters cannot take "
             f"the trainer's bfloat16 weights; add --load-format flash_rl (dense Qwen2 and Qwen3), or leave it out."
         )
 
 
-def _value_of(option: str, arguments: list[str]) -> str | None:
-    """Return the value of an option to the server: the last one given."""
-    last = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        name, equals, value = argument.partition("=")
-        if name == option:
-            last = value if equals else following
-    return last
+def _states_ratio(config: Config) -> Iterator[str]:
+    if states_ratio(config) is None:
+        yield (
+            f"{EXTRA_ARGS} has {RATIO_OPTION} {server_option(config, RATIO_OPTION)}, but the bytes of states per byte "
+            f"of keys and values must be a number above 0; correct it."
+        )
 
 
 def own_host(config: Config) -> Iterator[str]:
@@ -248,4 +247,5 @@ ROLLOUT_CHECKS = (
     server_urls,
     _server_nodes,
     extra_args,
+    _states_ratio,
 )

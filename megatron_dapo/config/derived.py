@@ -373,3 +373,14 @@ def dapo_techniques(config: Config) -> dict[str, bool]:
         "token_level_loss": config.actor_rollout_ref.actor.loss_agg_mode == "token-mean",
         "overlong_shaping": uses_overlong_shaping(config),
     }
+
+
+def server_option(config: Config, option: str) -> str | None:
+    """Return the value of an option in `server.extra_args`: the last one given."""
+    arguments = config.actor_rollout_ref.rollout.server.extra_args
+    last = None
+    for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
+        name, equals, value = argument.partition("=")
+        if name == option:
+            last = value if equals else following
+    return last

@@ -8,7 +8,6 @@ between, with those of both sides there.
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_critic
@@ -23,18 +22,12 @@ from megatron_dapo.estimates.memory import (
     reference_weights,
     weight_sync_bytes,
 )
+from megatron_dapo.estimates.server_states import given_states, state_bytes, states_per_request, states_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # SGLang's own share of an 80 GB GPU for weights and KV cache: all but 0.5 GB, 1.5 MB per token of a
 # chunk of prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
-# Of delta nets SGLang keeps five states for a request at work: three for it and the cache of prefixes,
-# two with --mamba-radix-cache-strategy extra_buffer, its choice on GPUs; and 0.9 times as many bytes
-# as keys and values (sglang 0.5.23, mem_cache/kv_cache_configurator.py). States are float32, of the
-# convolution half precision.
-STATES_PER_REQUEST = 5
-STATES_RATIO = 0.9
-STATE_BYTES, CONV_BYTES = 4, 2
 # Bytes per second between a GPU and pinned memory, over PCIe 5.0 x16 (63 GB/s), in one direction.
 COPY_RATE = 55 * GB
 
@@ -47,7 +40,8 @@ class ServerParts:
     kv_cache: int  # the rest, for all tokens; below 0 if the weights do not fit
     kv_per_token: int  # of one token in its cache
     states: int = 0  # of delta nets
-    states_per_request: int = 0
+    state: int = 0  # one of them; 0 without delta nets
+    states_per_request: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +50,21 @@ class ServerParts:
     @property
     def num_requests(self) -> int | None:
         """Return the requests at once by the states; None without delta nets."""
-        return max(0, self.states // self.states_per_request) if self.states_per_request else None
+        return max(0, self.states // self.state // self.states_per_request) if self.state else None
+
+    def holds(self, num_tokens: int) -> bool:
+        """Return whether a request of so many tokens fits."""
+        return self.num_tokens >= num_tokens and self.num_requests != 0
+
+    def least_cache(self, config: Config, num_tokens: int) -> float:
+        """Return the bytes of a cache for a request of so many tokens and its states."""
+        keys, states = num_tokens * self.kv_per_token, self.state * self.states_per_request
+        if not self.state:
+            return keys
+        if given_states(config) is not None:
+            return keys + self.states
+        share = states_share(config)
+        return max(keys / (1 - share), states / share)
 
 
 def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = None) -> ServerParts:
@@ -68,29 +76,14 @@ def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = No
     weights = num_all_parameters(spec) * width // tp
     per_token = spec.num_attention_layers * cache_width(spec, tp) * width
     left = int(server_share(config, spec, critic) * config.trainer.gpu_memory_gb * GB) - weights
-    states = round(left * states_share(config, spec))
+    state, number = state_bytes(config, spec) // tp, given_states(config)
+    states = 0
+    if state:
+        states = round(left * states_share(config)) if number is None else number * state
     left -= states
     if server.max_total_tokens is not None:
         left = min(left, server.max_total_tokens * per_token)
-    return ServerParts(weights, left, per_token, states, STATES_PER_REQUEST * state_bytes(spec) // tp)
-
-
-def states_share(config: Config, spec: ModelSpec) -> float:
-    """Return the part of a server's cache for states of delta nets."""
-    words = config.actor_rollout_ref.rollout.server.extra_args
-    ratios = (after for word, after in pairwise(words) if word == "--mamba-full-memory-ratio")
-    ratio = next((float(number) for number in ratios if number.replace(".", "", 1).isdecimal()), STATES_RATIO)
-    return ratio / (1 + ratio) if spec.delta_net else 0.0
-
-
-def state_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of a request's state in all delta nets: keys x values of each value head, and
-    the tokens before the next under the convolution."""
-    if (net := spec.delta_net) is None:
-        return 0
-    heads = net.num_value_heads * net.key_dim * net.value_dim * STATE_BYTES
-    conv = net.conv_channels * (net.conv_size - 1) * CONV_BYTES
-    return (spec.num_layers - spec.num_attention_layers) * (heads + conv)
+    return ServerParts(weights, left, per_token, states, state, states_per_request(config))
 
 
 def cache_width(spec: ModelSpec, tp: int) -> int:

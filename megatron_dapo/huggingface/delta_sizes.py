@@ -1,6 +1,7 @@
 """Reads the layers of a gated delta net from a Hugging Face config.json; names everything wrong."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_dapo.huggingface.model_spec import DeltaNet
@@ -34,7 +35,8 @@ def read_delta_net(hf: Mapping[str, Any], source: str) -> tuple[DeltaNet | None,
         return None, [f"{source}: `{ATTENTION_EVERY}: {every}` is not between 2 and num_hidden_layers {num_layers}"]
     if hf["layer_types"] != [_KINDS[number % every == 0] for number in range(1, num_layers + 1)]:
         return None, [f"{source}: `layer_types` are not those of {ATTENTION_EVERY} {every}; {_CURE}"]
-    net = DeltaNet(*(hf[key] for key in DELTA_SIZES))
+    state_dtype = str(hf.get("mamba_ssm_dtype") or "float32")
+    net = replace(DeltaNet(*(hf[key] for key in DELTA_SIZES)), state_dtype=state_dtype)
     if net.num_value_heads % net.num_key_heads:
         return None, [
             f"{source}: `linear_num_value_heads: {net.num_value_heads}` is not a multiple of linear_num_key_heads "

@@ -29,6 +29,8 @@ class DeltaNet:
     """Dimensions of a head of values."""
     conv_size: int
     """Tokens under the convolution of queries, keys and values, the current one included."""
+    state_dtype: str = "float32"
+    """Type of a state on servers."""
 
     @property
     def values_per_key(self) -> int:

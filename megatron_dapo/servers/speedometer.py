@@ -63,10 +63,10 @@ class Load:
         """
         loads = answer["loads"]
         capacity = sum(load["max_total_num_tokens"] for load in loads)
-        most = sum(load.get("max_running_requests", 0) for load in loads)
-        num_running = sum(load.get("num_running_reqs", 0) for load in loads)
+        most = sum(load["max_running_requests"] for load in loads)
+        num_running = sum(load["num_running_reqs"] for load in loads)
         kv_used = sum(load["num_used_tokens"] for load in loads) / capacity
-        return cls(kv_used, num_running / max(most, 1), WorkDone.of(loads))
+        return cls(kv_used, num_running / most, WorkDone.of(loads))
 
 
 class Speedometer:

@@ -53,13 +53,11 @@ def test_a_contradiction_with_the_model_is_one_sentence(text, words, model):
 HYBRID_JSON = MODEL_JSON | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "linear_num_key_heads": 4,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 47,  # unused without experts: it need not divide
 }
 HYBRID_CONTRADICTIONS = [
     ("trainer.n_procs_per_node=8 tp=2 megatron.context_parallel_size=4",
      ["x context_parallel_size is 8", "linear_num_key_heads 4"], {}),
-    ("trainer.n_procs_per_node=2 tp=2", ["size is 2", "shared_expert_intermediate_size 47"],
-     {"shared_expert_intermediate_size": 47}),
     ("megatron.fp8=hybrid", ["fp8 is hybrid", "gated delta nets", "set it to none"], {}),
     ("megatron.optimizer_offload_fraction=auto", ["offload_fraction is auto", "gated delta nets", "set it to 0"], {}),
     ("trainer.n_procs_per_node=2 tp=2 megatron.sequence_parallel=true megatron.tp_comm_overlap=true",
@@ -100,6 +98,21 @@ MIXTURE_CONTRADICTIONS = [
 def test_a_contradiction_with_a_mixture_of_experts_is_one_sentence(text, words):
     (sentence,) = mistakes(text, model_json=MIXTURE_JSON | {"moe_intermediate_size": 64})
     assert all(word in sentence for word in words), sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("trainer.n_procs_per_node=2 tp=2 megatron.sequence_parallel=true", "megatron.tensor_model_parallel_size is 2"),
+        ("rollout.server.tensor_model_parallel_size=2", "rollout.server.tensor_model_parallel_size is 2"),
+    ],
+)
+def test_trainer_and_servers_cut_the_expert_of_every_token(text, key):
+    model = HYBRID_JSON | MIXTURE_JSON | {"architectures": ["Qwen3_5MoeForCausalLM"]}
+    (sentence,) = mistakes(text, model_json=model)
+    assert key in sentence and "does not divide the model's shared_expert_intermediate_size 47" in sentence
+    assert mistakes(text, model_json=model | {"shared_expert_intermediate_size": 48}) == []
+    assert mistakes(text.removesuffix(" megatron.sequence_parallel=true"), model_json=HYBRID_JSON) == []
 
 
 @pytest.mark.parametrize("num_experts", ["num_experts", "num_local_experts"])

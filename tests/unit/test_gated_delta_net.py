@@ -88,20 +88,23 @@ def of_transformers(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return out[0], state[0].transpose(-1, -2)
 
 
-def extended(operators, inputs: dict[str, Tensor], states: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
+def extended(
+    operators, inputs: dict[str, Tensor], states: Tensor, slots: Tensor, starts: Tensor, head_first=False
+) -> Tensor:
     g, beta = operators.fused_gdn_gating_cpu(A_LOG, inputs["a"], inputs["b"], DT_BIAS)
     q, k, v = (inputs[name] for name in "qkv")
     out, _, _ = operators.chunk_gated_delta_rule_cpu(
-        q=q, k=k, v=v, g=g, beta=beta, initial_state=states, cu_seqlens=starts, head_first=False,
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=states, cu_seqlens=starts, head_first=head_first,
         use_qk_l2norm_in_kernel=True, initial_state_indices=slots,
     )  # fmt: skip
     return out[0]
 
 
-def decoded(operators, inputs: dict[str, Tensor], states: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
+def decoded(operators, inputs: dict[str, Tensor], states: Tensor, slots: Tensor, starts: Tensor, **other) -> Tensor:
+    settings = {"use_qk_l2norm_in_kernel": True, "softplus_beta": 1.0, "softplus_threshold": 20.0} | other
     return operators.fused_sigmoid_gating_delta_rule_update_cpu(
         A_log=A_LOG, dt_bias=DT_BIAS, **inputs, initial_state_source=states, initial_state_indices=slots,
-        cu_seqlens=starts, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0,
+        cu_seqlens=starts, **settings,
     )[0]  # fmt: skip
 
 
@@ -125,6 +128,24 @@ def test_the_recurrence_of_tokens_in_pieces_is_that_of_the_whole(operators):
         torch.testing.assert_close(torch.cat(answers[slot]), expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states[slot], state, rtol=1e-5, atol=1e-5)
     assert not states[[1, 3, 4]].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("head_first", True), ("use_qk_l2norm_in_kernel", False), ("softplus_beta", 2.0), ("softplus_threshold", 10.0),
+     ("activation", "relu")],
+)  # fmt: skip
+def test_another_value_of_a_setting_is_refused_by_name(operators, name, value):
+    """SGLang's next version may ask for one, and must not get the values of the old one."""
+    places = dict(states=torch.zeros(1, HEADS, VALUE, KEY), slots=torch.tensor([0]), starts=ends([1]))
+    with pytest.raises(NotImplementedError, match=name):
+        if name == "activation":
+            states = torch.zeros(1, 10, WIDTH - 1)
+            operators.causal_conv1d_update_cpu(torch.zeros(1, 10), states, torch.zeros(10, WIDTH), None, value, [0])
+        elif name == "head_first":
+            extended(operators, inputs_of(1, seed=1), **places, head_first=value)
+        else:
+            decoded(operators, inputs_of(1, seed=1), **places, **{name: value})
 
 
 @pytest.mark.parametrize("others", [1, 7, 40])

@@ -6,24 +6,30 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.commands.plan.fitting import server_sizes
+from megatron_dapo.commands.plan.fitting import least_server_memory, server_sizes
 from megatron_dapo.commands.plan.search import ConfigSource, candidates
 from megatron_dapo.commands.plan.server_time import active_parameters
+from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.step_time import Assumptions, server_of, slots_in_cache
+from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import ParallelSizes
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.recipes import recipe
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
+from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.flops import attention_flops, forward_flops
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.layer_memory import kept_per_token
 from megatron_dapo.estimates.memory import activation_bytes, num_parameters
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
 from megatron_dapo.estimates.recompute import settled
-from megatron_dapo.estimates.server_memory import STATES_PER_REQUEST, server_memory, state_bytes
+from megatron_dapo.estimates.server_memory import server_memory
+from megatron_dapo.estimates.server_states import state_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec, read_model_spec
 from megatron_dapo.models.build import build_model
+from tests.config_overrides import mistakes
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.unit
@@ -33,6 +39,11 @@ SERVER = "actor_rollout_ref.rollout.server"
 SERVER_TP = f"{SERVER}.tensor_model_parallel_size"
 HYBRIDS = ("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b")
 ONE_RANK = ParallelSizes(tp=1, pp=1, vpp=None, world=1)
+
+
+def with_arguments(words: str, *overrides: str) -> Config:
+    """Return a config of servers with these words in `extra_args`."""
+    return load_config(None, [f"{SERVER}.extra_args=[{words}]", "trainer.gpu_memory_gb=80", *overrides])
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -69,7 +80,7 @@ def test_a_hybrids_shape_by_name_has_its_parameters(name, active):
 def test_a_request_has_states_and_a_token_keys_and_values_of_a_quarter_of_the_layers(name, layers, heads, kv_kib):
     spec = spec_of(name)
     convolved = (2 * 16 + heads) * 128
-    assert state_bytes(spec) == layers * (heads * 128 * 128 * 4 + convolved * 3 * 2)
+    assert state_bytes(load_config(None), spec) == layers * (heads * 128 * 128 * 4 + convolved * 3 * 2)
     assert server_memory(load_config(None), spec).kv_per_token == kv_kib * 1024
 
 
@@ -90,11 +101,72 @@ def test_the_states_of_a_server_bound_its_requests_as_sglang_does():
 
 def test_the_ratio_of_states_is_the_one_that_servers_are_given():
     spec = spec_of("qwen3.5-9b")
-    with_ratio = load_config(None, [f'{SERVER}.extra_args=[--context-length,"12288",--mamba-full-memory-ratio,"4"]'])
-    usual = load_config(None, [f"{SERVER}.extra_args=[--mamba-full-memory-ratio]"])  # SGLang refuses it itself
-    for config, ratio in ((with_ratio, 4.0), (usual, 0.9)):
-        server = server_memory(config, spec)
-        assert server.states / server.kv_cache == pytest.approx(ratio)
+    option = "--mamba-full-memory-ratio"
+    for words, ratio in (
+        (f'--context-length,"12288",{option},"4"', 4.0),
+        (f"{option}=2", 2.0),
+        (f"{option},'2e0'", 2.0),
+        (f'{option}=3,{option},"2"', 2.0),
+        (option, 0.9),  # SGLang refuses it itself
+    ):
+        server = server_memory(with_arguments(words), spec)
+        assert server.states / server.kv_cache == pytest.approx(ratio), words
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "two"])
+def test_a_ratio_that_is_no_number_above_0_is_refused(value):
+    (sentence,) = mistakes(f"rollout.server.extra_args=[--mamba-full-memory-ratio={value}]")
+    assert f"--mamba-full-memory-ratio {value}" in sentence and "above 0" in sentence
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [("", 5), ("--disable-radix-cache", 1), ("--mamba-radix-cache-strategy,no_buffer", 3),
+     ("--mamba-radix-cache-strategy=extra_buffer_lazy", 4)],
+)  # fmt: skip
+def test_a_request_takes_as_many_states_as_the_cache_of_prefixes_needs(words, number):
+    server = server_memory(with_arguments(words), spec_of("qwen3.5-9b"))
+    assert server.states_per_request == number
+    assert server.num_requests == server.states // server.state // number
+
+
+def test_the_number_of_states_is_the_one_that_servers_are_given():
+    spec = spec_of("qwen3.5-9b")
+    usual = server_memory(with_arguments(""), spec)
+    fifty = server_memory(with_arguments("--max-mamba-cache-size=50"), spec)
+    assert fifty.states == 50 * fifty.state and fifty.num_requests == 10
+    assert fifty.kv_cache + fifty.states == usual.kv_cache + usual.states
+    alone = server_memory(with_arguments("--disable-radix-cache", f"{SERVER}.max_running_requests=7"), spec)
+    assert alone.num_requests == 7
+    dense = model_spec(MODEL_SHAPES["qwen3-8b"])
+    assert server_memory(with_arguments("--max-mamba-cache-size=50"), dense).states == 0
+
+
+def test_a_states_type_is_the_options_else_the_runs_float32_else_that_of_config_json():
+    shape = MODEL_SHAPES["qwen3.5-9b"]
+    recurrent, convolved = 24 * 32 * 128 * 128, 24 * 8192 * 3
+    in_half = model_spec(shape | {"mamba_ssm_dtype": "bfloat16"})
+    option = "--mamba-ssm-dtype=float16"
+    for config, spec, widths in (
+        (with_arguments(""), in_half, (2, 2)),
+        (with_arguments(option), model_spec(shape), (2, 2)),
+        (with_arguments("", f"{MEGATRON}.dtype=float32"), in_half, (4, 4)),
+        (with_arguments(option, f"{MEGATRON}.dtype=float32"), in_half, (2, 4)),
+        (with_arguments(""), model_spec(shape | {"mamba_ssm_dtype": "float8"}), (4, 2)),  # SGLang's own then
+    ):
+        assert state_bytes(config, spec) == recurrent * widths[0] + convolved * widths[1]
+
+
+@pytest.mark.parametrize("words", ["", "--mamba-full-memory-ratio=0.0001", "--max-mamba-cache-size=6"])
+def test_the_least_memory_of_a_server_has_room_for_a_requests_states(words):
+    spec = spec_of("qwen3.5-9b")
+    config = with_arguments(words, "trainer.n_procs_per_node=8", "data.max_response_length=8192")
+    longest = config.data.max_prompt_length + 8192
+    gigabytes = least_server_memory(config, spec) / GB
+    for more, holds in ((0.01, True), (-0.1, False)):
+        changed = with_keys(config, {SERVER_TP: 8, "trainer.gpu_memory_gb": gigabytes + more})
+        assert server_memory(changed, spec).holds(longest) is holds
+        assert any("A server GPU" in sentence for sentence in shortage(changed, spec)) is not holds
 
 
 def test_each_token_of_a_request_reads_and_writes_its_states():
@@ -105,7 +177,7 @@ def test_each_token_of_a_request_reads_and_writes_its_states():
     seconds = [server_of(config, each, assumed).token_s_per_request for each in (spec, without)]
     # as many bytes as 4600 tokens of keys and values, 0.3 GB
     assert seconds[0] - seconds[1] > 0.9 * 0.3e9 / (4 * 3.35e12 * 0.7)
-    assert 2 * state_bytes(spec) / (64 * 1024) == pytest.approx(4600, rel=0.03)
+    assert 2 * state_bytes(config, spec) / (64 * 1024) == pytest.approx(4600, rel=0.03)
 
 
 def test_a_delta_net_has_six_operations_per_number_of_its_state_and_attention_a_quarter_of_the_layers():
@@ -169,8 +241,9 @@ def test_servers_and_search_cut_key_heads_and_leave_context_parallelism_to_cpus(
     spec = spec_of("qwen3.5-9b")
     assert server_sizes(config, spec) == [1, 2, 4, 8]
     assert server_sizes(config, replace(spec, delta_net=replace(spec.delta_net, num_key_heads=2))) == [1, 2]
+    mixture = spec_of("qwen3.5-35b-a3b")
+    assert server_sizes(config, replace(mixture, moe=replace(mixture.moe, shared_ffn_size=12))) == [1, 2, 4]
     source = ConfigSource(Path(recipe("one_node_7b")), (), MODEL_SHAPES["qwen3.5-9b"])
     config = settled(load_config(source.path), source.actor)
     every = list(candidates(source, config, Assumptions.usual(config, HARDWARE["h100"]), (0,)))
     assert every and {candidate.keys[f"{MEGATRON}.context_parallel_size"] for candidate in every} == {1}
-    assert STATES_PER_REQUEST == 5

@@ -12,6 +12,7 @@ from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Recipe, Simulation, random_draws
+from megatron_dapo.commands.plan.step_time import Assumptions, slots_in_cache
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import (
     dapo_techniques,
@@ -21,6 +22,7 @@ from megatron_dapo.config.derived import (
     num_optimizer_steps_per_rollout_step,
     parallel_sizes,
     samples_per_rollout_step,
+    server_option,
     servers_per_node,
     shares_gpus,
     uses_critic,
@@ -33,6 +35,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import parse_yaml
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.pipeline import split_of
@@ -324,11 +327,13 @@ ONE_NODE = {  # GPUs that train and, if others sample, those
     "one_node_7b_async.yaml": (4, 4),
     "one_node_qwen3_30b_a3b.yaml": (8, 0),
     "one_node_qwen3_30b_a3b_full.yaml": (8, 0),
+    "one_node_qwen3.5_9b.yaml": (8, 0),
+    "two_nodes_qwen3.5_35b_a3b.yaml": (16, 0),
 }
 
 
 @pytest.mark.parametrize("name", ONE_NODE)
-def test_the_recipes_of_one_node_use_all_its_gpus_and_fit(name):
+def test_the_recipes_of_one_node_or_two_use_all_their_gpus_and_fit(name):
     config, (trainers, others) = recipe(name), ONE_NODE[name]
     spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
     server = config.actor_rollout_ref.rollout.server
@@ -340,6 +345,28 @@ def test_the_recipes_of_one_node_use_all_its_gpus_and_fit(name):
     longest = config.data.max_prompt_length + config.data.max_response_length
     assert config.actor_rollout_ref.actor.max_tokens_per_microbatch >= longest
     assert int(server.extra_args[1]) > longest
+
+
+FROM_THE_PLAN = [name for name in RECIPES_OF_GPUS if "# responses of mean length that" in (CONFIGS / name).read_text()]
+
+
+@pytest.mark.parametrize("name", FROM_THE_PLAN)
+def test_a_recipe_runs_as_many_requests_as_the_plan_has_slots_where_it_says_so(name):
+    config = recipe(name)
+    spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
+    config = settled(config, spec)
+    slots = slots_in_cache(config, spec, Assumptions.usual(config, HARDWARE["h100"]))
+    assert config.actor_rollout_ref.rollout.max_concurrency == pytest.approx(slots, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["one_node_qwen3.5_9b.yaml", "two_nodes_qwen3.5_35b_a3b.yaml"])
+def test_states_and_cache_of_a_hybrids_recipe_last_for_as_many_requests_and_graphs_for_all(name):
+    config = recipe(name)
+    spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
+    most = config.actor_rollout_ref.rollout.max_concurrency
+    config = settled(config, spec)
+    assert server_memory(config, spec).num_requests == pytest.approx(most, rel=0.02)
+    assert server_option(config, "--cuda-graph-max-bs-decode") == str(most)
 
 
 def test_the_asynchronous_recipe_of_one_node_differs_by_split_and_age_alone():

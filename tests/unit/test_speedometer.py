@@ -16,6 +16,7 @@ from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.server_slots import ServerSlots
 from megatron_dapo.servers.speedometer import Load, Speedometer, WorkDone
 from megatron_dapo.telemetry.console import warnings_of
+from tests.fake_rollout import PLACES
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +37,7 @@ class Counters:
     @property
     def load(self):
         counted = {"decode_moments": self.moments, "total_prefill_uncached_tokens": self.num_read}
-        return {"num_used_tokens": 0, "max_total_num_tokens": 1, **counted}
+        return {"num_used_tokens": 0, "max_total_num_tokens": 1, **PLACES, **counted}
 
     @property
     def work(self):
@@ -68,9 +69,19 @@ def test_replicas_behind_one_url_are_added_up_and_who_does_not_count_is_not_meas
     work = Load.of({"loads": [first.load, second.load]}).work
     assert (work.num_steps, work.num_requests, work.num_tokens) == (40, 280, 280)
     assert work.seconds == pytest.approx(0.8)
-    assert Load.of({"loads": [{"num_used_tokens": 1, "max_total_num_tokens": 4}]}) == Load(0.25, 0.0, None)
+    uncounted = {"num_used_tokens": 1, "max_total_num_tokens": 4, "num_running_reqs": 3, "max_running_requests": 6}
+    assert Load.of({"loads": [uncounted]}) == Load(0.25, 0.5, None)
     # before its first step
     assert WorkDone.of([{**first.load, "decode_moments": None}]).num_steps == 0
+
+
+@pytest.mark.parametrize("name", [*PLACES, "num_used_tokens", "max_total_num_tokens"])
+def test_a_load_without_one_of_its_fields_is_no_load(name):
+    """A field with a new name must not read as 0."""
+    load = Counters().load
+    del load[name]
+    with pytest.raises(KeyError, match=name):
+        Load.of({"loads": [load]})
 
 
 def test_a_server_that_began_anew_is_not_measured_across_its_start():

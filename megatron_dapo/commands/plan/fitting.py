@@ -12,7 +12,7 @@ from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
-from megatron_dapo.estimates.server_memory import server_memory, server_share, states_share
+from megatron_dapo.estimates.server_memory import server_memory, server_share
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
@@ -28,7 +28,7 @@ def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
 
 def cuts_server(spec: ModelSpec, tp: int) -> bool:
     """Return whether SGLang cuts this model for so many GPUs."""
-    if spec.num_heads % tp or (spec.moe and spec.ffn_size % tp):
+    if spec.num_heads % tp or (spec.moe and (spec.ffn_size % tp or spec.moe.shared_ffn_size % tp)):
         return False
     if spec.delta_net and spec.delta_net.num_key_heads % tp:
         return False
@@ -42,7 +42,7 @@ def smallest_server(config: Config, spec: ModelSpec) -> int | None:
     fitting = (
         tp
         for tp in server_sizes(config, spec)
-        if server_memory(with_keys(config, {SERVER_TP: tp}), spec).num_tokens >= longest
+        if server_memory(with_keys(config, {SERVER_TP: tp}), spec).holds(longest)
     )
     return next(fitting, None)
 
@@ -53,9 +53,7 @@ def least_server_memory(config: Config, spec: ModelSpec) -> float:
     largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    share = server_share(largest, spec)
-    cache = longest * server.kv_per_token / (1 - states_share(config, spec))
-    return (server.weights + cache) / share
+    return (server.weights + server.least_cache(largest, longest)) / server_share(largest, spec)
 
 
 def node_counts(first: int) -> list[int]:

@@ -35,7 +35,6 @@ from megatron_dapo.estimates.pipeline import split_of
 from megatron_dapo.estimates.recompute import in_words
 from megatron_dapo.estimates.server_memory import (
     COPY_RATE,
-    STATES_PER_REQUEST,
     kept_while_sampling,
     moved_bytes,
     moving_s,
@@ -355,8 +354,8 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
         )
         if server.num_requests is not None:
             requests = _count(server.num_requests, "request")
-            each = server.states_per_request / STATES_PER_REQUEST / MB
-            yield f"server: states {format_gb(server.states)} GB, {STATES_PER_REQUEST} of {each:.0f} MB for {requests}"
+            each = f"{server.states_per_request} of {server.state / MB:.0f} MB"
+            yield f"server: states {format_gb(server.states)} GB, {each} for {requests}"
     if shares_gpus(config):
         yield from _in_turns(config, *specs)
 

@@ -255,7 +255,7 @@ def _fastest_servers(
         num_servers = num_gpus // tp
         keys: dict[str, Any] = {f"{SERVER}.num_servers": num_servers, SERVER_TP: tp}
         changed = with_keys(config, keys)
-        if server_memory(changed, spec, source.critic).num_tokens < longest:
+        if not server_memory(changed, spec, source.critic).holds(longest):
             continue
         keys[CONCURRENCY] = max(min(slots_in_cache(changed, spec, assumed), ceil_div(most, num_servers)), 1)
         rates.append((num_servers * server_of(with_keys(changed, keys), spec, assumed).tokens_per_s, keys))

@@ -14,7 +14,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.estimates.hardware import Hardware
 from megatron_dapo.estimates.memory import num_all_parameters, num_expert_parameters
-from megatron_dapo.estimates.server_memory import cache_width, state_bytes
+from megatron_dapo.estimates.server_memory import cache_width
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
@@ -62,8 +62,10 @@ def server_speed(
     prompt: int,
     hardware: Hardware,
     efficiency: Efficiency,
+    state: int = 0,
 ) -> ServerSpeed:
-    """Return the speed of a server of tp GPUs with at most `slots` requests at once.
+    """Return the speed of a server of tp GPUs with at most `slots` requests at once. state: the bytes
+    of a request's states of delta nets.
 
     Per token of all requests: the weights from memory, two all-reduces per layer, and the host. The
     weights are those of all experts, since some dozen requests use each one.
@@ -85,7 +87,7 @@ def server_speed(
         context = (1 - share) * context + share * min(context, spec.windows.size)
     return ServerSpeed(
         token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
-        token_s_per_request=(kv_per_token * context + 2 * state_bytes(spec)) / memory
+        token_s_per_request=(kv_per_token * context + 2 * state) / memory
         + active / rate
         + reduced / (hardware.link_bandwidth * efficiency.link)
         + hardware.host_request_token_s

@@ -56,10 +56,11 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
     if starts_servers(config):
         server = server_memory(config, actor, critic)
         longest = config.data.max_prompt_length + config.data.max_response_length
-        if server.num_tokens < longest:
+        if not server.holds(longest):
+            states = " and for no request's states" if server.num_requests == 0 else ""
             sentences.append(
                 f"A server GPU would have {server.weights / GB:.1f} GB of weights and room for {server.num_tokens} "
-                f"tokens, fewer than the {longest} of one prompt with its response (trainer.gpu_memory_gb "
+                f"tokens{states}, too few for the {longest} of one prompt with its response (trainer.gpu_memory_gb "
                 f"{available:g}); {_larger_server(config, actor, critic)}."
             )
         sentences += _beyond_a_node(config)

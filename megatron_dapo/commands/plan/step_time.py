@@ -32,6 +32,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.estimates.hardware import Hardware
 from megatron_dapo.estimates.server_memory import COPY_RATE, moved_bytes, moving_s, server_memory
+from megatron_dapo.estimates.server_states import state_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
@@ -222,6 +223,7 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
         assumed.prompt,
         assumed.hardware,
         assumed.efficiency,
+        state_bytes(config, spec),
     )
     if assumed.server_tokens_per_s is not None:
         return speed.scaled_to(assumed.server_tokens_per_s)

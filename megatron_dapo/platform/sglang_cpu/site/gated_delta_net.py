@@ -2,7 +2,7 @@
 
 SGLang computes it on a CPU by C++ operators of sgl_kernel, and norms and a gate beside it by Triton
 kernels unless the CPU has AMX. Here are the same in torch, in float32, under the operators' names
-and with the arguments in use; any other argument raises.
+and with the arguments in use; another name or another value of a setting raises.
 
 A request has a slot of two states: the last inputs of the convolution, [D, W - 1], and the
 recurrent state, [Hv, V, K]. A row's bits do not depend on the other requests.
@@ -15,12 +15,29 @@ from torch.nn.utils.rnn import pad_sequence
 TARGET = "sglang.kernels.ops.attention.fla"
 SHARED_EXPERT = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 
+IN_USE = {
+    "activation": "silu",
+    "head_first": False,
+    "use_qk_l2norm_in_kernel": True,
+    "softplus_beta": 1.0,
+    "softplus_threshold": 20.0,
+}
+"""Settings of the operators below, with their only value here."""
+
+
+def _check(**settings):
+    """Refuse other values of settings."""
+    other = {name: value for name, value in settings.items() if value != IN_USE[name]}
+    if other:
+        raise NotImplementedError(f"SGLang's gated delta net on a CPU is asked for {other}, but has {IN_USE} alone")
+
 
 def causal_conv1d_fn_cpu(
     x, weight, bias, activation, conv_states, has_initial_state, cache_indices, query_start_loc, seq_lens_cpu=None
 ):
     """Return the convolution of prompts, one after the other in x [D, T], and write their last
     inputs to the slots. weight: [D, W]."""
+    _check(activation=activation)
     out = torch.empty_like(x)
     ends = query_start_loc.tolist()
     requests = zip(cache_indices.tolist(), has_initial_state.tolist(), ends[:-1], ends[1:], strict=True)
@@ -32,6 +49,7 @@ def causal_conv1d_fn_cpu(
 
 def causal_conv1d_update_cpu(x, conv_states, weight, bias, activation, conv_state_indices):
     """Return the convolution of one more token of each request, x [N, D], and update the slots."""
+    _check(activation=activation)
     slots = conv_state_indices.long()
     out, conv_states[slots] = _convolve(x[..., None], conv_states[slots], weight, bias)
     return out[..., 0]
@@ -65,6 +83,7 @@ def chunk_gated_delta_rule_cpu(
 
     q, k: [1, T, Hk, K]. v: [1, T, Hv, V]. g, beta: [1, T, Hv]. initial_state: all slots.
     """
+    _check(head_first=head_first, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     slots, lengths = initial_state_indices.long(), cu_seqlens.diff().tolist()
     # beyond a request's end beta and the decay's logarithm are 0: its state stays
     padded = [pad_sequence(x[0].float().split(lengths), batch_first=True) for x in (q, k, v, g, beta)]
@@ -79,9 +98,10 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     softplus_beta, softplus_threshold,
 ):  # fmt: skip
     """Return [1, T, Hv, V] as `chunk_gated_delta_rule_cpu` does, from a and b [T, Hv]."""
+    _check(softplus_beta=softplus_beta, softplus_threshold=softplus_threshold)
     gates = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     return chunk_gated_delta_rule_cpu(
-        q, k, v, *gates, initial_state_source, cu_seqlens, False, True, initial_state_indices
+        q, k, v, *gates, initial_state_source, cu_seqlens, False, use_qk_l2norm_in_kernel, initial_state_indices
     )[0]
 
 
