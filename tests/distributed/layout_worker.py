@@ -76,7 +76,6 @@ def gathered(source: WeightSource, layout: ParallelLayout) -> dict[str, torch.Te
     """Full tensors of all stages, on every rank."""
     specs = source.specs()
     tensors = source.gather(specs)
-    assert not tensors or [tensor.dtype for tensor in tensors] == [spec.dtype for spec in specs]
     own = dict(zip((s.name for s in specs), (t.clone() for t in tensors), strict=True)) if tensors else {}
     return {name: tensor for part in layout.gather(own) for name, tensor in part.items()}
 
@@ -118,7 +117,9 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     result["dump"] = dumped(config, layout, groups, scored)
     with first_step_recorded(policy, result):
         result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
-    result["weights"] = gathered(policy.weight_source(), layout)
+    source = policy.weight_source()
+    result["weights"] = gathered(source, layout)
+    assert all(result["weights"][spec.name].dtype == spec.dtype for spec in source.specs())
     estimated = model_states(config, policy.model.spec, layout.pp_rank)
     buffers = [buffer for stage in policy.state.stages for buffer in stage.buffers]
     result["num_buckets"] = sum(len(buffer.buckets) for buffer in buffers)

@@ -64,14 +64,16 @@ def trained(folder, slowness):
         controller = Controller(bench_config(folder, servers, MACHINES, RECIPE))
         try:
             await controller.start()
-            result = await asyncio.wait_for(train(controller, servers, RECIPE.num_steps, slowness), 300)
+            with clock.jumping():  # the machine's other work changes no speed
+                result = await asyncio.wait_for(train(controller, servers, RECIPE.num_steps, slowness), 300)
             return *result, controller._drawing.queue.account
         finally:
             await controller.close()
             for server in servers:
                 await server.stop()
 
-    return asyncio.run(scenario())
+    clock = JumpingClock()
+    return clock.run(scenario())
 
 
 @pytest.mark.parametrize("slowness", [4.0, 10.0, math.inf])
@@ -86,11 +88,9 @@ def test_every_trained_answer_is_whole_though_its_server_was_slow_and_the_draws_
         lengths = [len(sample.response_tokens) for sample in group.samples]
         assert sorted(lengths) == sorted(DRAWS(number).lengths)
         assert all(sample.response_tokens[-1] == 0 and sample.finish_reason == "stop" for sample in group.samples)
+    assert moves >= 1  # a silent one hands its requests back
     if math.isfinite(slowness):
-        # how large the factor grows in so few looks is the machine's; that it is seen is not
-        assert moves > 0 and max(factors) > 1
-    else:
-        assert moves >= 1  # it hands them back
+        assert max(factors) > 1.5  # soon it has few requests to be measured by
 
 
 def test_an_hour_of_the_jumping_clock_passes_while_nothing_is_to_do_and_in_the_order_of_events():
