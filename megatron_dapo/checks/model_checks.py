@@ -219,7 +219,9 @@ def _delta_nets(config: Config, model: dict[str, Any]) -> Iterator[str]:
             f"{MEGATRON}.tensor_model_parallel_size x context_parallel_size is {ranks}, but does not divide the "
             f"model's linear_num_key_heads {heads}; choose a divisor of {heads}."
         )
-    settings = {"fp8": (megatron.fp8, "none"), "tp_comm_overlap": (megatron.tp_comm_overlap, False)}
+    settings: dict[str, tuple[object, object]] = {
+        "fp8": (megatron.fp8, "none"), "tp_comm_overlap": (megatron.tp_comm_overlap, False),
+    }  # fmt: skip
     if not config.actor_rollout_ref.model.lora_rank:
         # Megatron's optimizer for it takes no slice of a trained float32 tensor, as the decays are
         settings["optimizer_offload_fraction"] = (megatron.optimizer_offload_fraction, 0.0)

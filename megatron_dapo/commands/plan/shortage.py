@@ -119,7 +119,8 @@ def _fitting(config: Config, keys: Mapping[str, Any]) -> str:
 def _same_gpus(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> str:
     """Return the cure on the GPUs that the trainer shares: another layout, Adam on the host, or
     adapters."""
-    for keys in ({}, *([{OFFLOAD: 1.0}] if takes_offload(actor) else []), {LORA_RANK: ADAPTER_RANK}):
+    tried: list[dict[str, Any]] = [{}, {OFFLOAD: 1.0}, {LORA_RANK: ADAPTER_RANK}]
+    for keys in tried if takes_offload(actor) else [tried[0], tried[-1]]:
         layout = smallest_trainer(with_keys(config, keys), actor, critic, [config.trainer.nnodes])
         if layout is not None and (LORA_RANK not in keys or critic is None):
             return _fitting(config, {**keys, **layout})
