@@ -124,6 +124,9 @@ GEMMA3_ROPE = {  # two kinds of rotary settings
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 HYBRID_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+# As published by Qwen3.5, whose image models have three axes of positions: on text all are the same,
+# but servers take another path.
+AXES_ROPE = HYBRID_ROPE | {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
 # transformers computes delta nets in float32 at any type; in float32 it is as far off as we are.
 HYBRID_ERROR = 1e-4
 SHORT_YARN = {
@@ -308,7 +311,7 @@ FAMILIES: dict[str, TinyFamily] = {
         # norm, out; an attention
         num_served=(7 + 2 + 2) + (1 + 2 + 1 + 2 + 2) + 3,
         fields=_hybrid,
-        rope=HYBRID_ROPE,
+        rope=AXES_ROPE,
         has_own_layers=True,
         norm_mean=0.0,  # norms multiply by 1 + weight, but for the delta nets' own
         error=HYBRID_ERROR,

@@ -138,7 +138,9 @@ def test_every_parameter_of_a_server_is_compared_after_a_push(server):
         return await client.checksums()
 
     (sums,) = server.ask(pushed)
-    assert sums == server.expected_checksums(200)
+    # beside the weights, a table of the published settings' axes of positions
+    weights = {name: value for name, value in sums.items() if not name.endswith("rotary_emb.axis_map")}
+    assert weights == server.expected_checksums(200)
 
 
 @pytest.mark.parametrize("server", [name for name in HYBRIDS if name != "qwen3_next"], indirect=True)
