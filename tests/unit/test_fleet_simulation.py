@@ -278,9 +278,8 @@ def test_the_table_of_the_docs_is_the_committed_one():
         assert f"| {' | '.join(simulate_fleet.row(result))} |" in page
         of_case = OF_NAME[result["case"]]
         assert result["with_rules"]["oldest"] <= of_case.max_staleness
-        # rows of an earlier commit have none; of ten intervals of 95 % one may miss 0 by chance:
-        # these are half as wide again
-        if "length_bias" in result["with_rules"] and not result["with_rules"]["num_restarts"]:
+        # of ten intervals of 95 % one may miss 0 by chance: these are half as wide again
+        if not result["with_rules"]["num_restarts"]:
             assert abs(result["with_rules"]["length_bias"]) <= 1.5 * result["with_rules"]["length_bias_half_width"]
 
 
