@@ -42,7 +42,7 @@ from megatron_dapo.queue.group_filter import by_correctness
 HAND_OVER_S = 0.031e-6
 # Of the controller's core per token that servers write, for answers of 6000 tokens from 32 servers
 # (benchmarks/results/controller_cpu.json).
-CONTROLLER_S = 2.2e-6
+CONTROLLER_S = 2.9e-6
 # Approximate requests of a simulated step: a larger step is simulated by a part of it with the same
 # part of its servers.
 SIMULATED_REQUESTS = 3000
