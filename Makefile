@@ -59,7 +59,7 @@ test: lint test-unit ## Lint, then all other tests, on a real server and a real 
 	$(call LAYER,tests with several processes$(COMMA) a real SGLang server$(COMMA) jobs on a Slurm of virtual nodes)
 	@$(PYTEST) --junitxml=.cache/tests-processes.xml -n 3 --dist loadscope --no-loadscope-reorder tests/compile tests/distributed tests/slurm tests/e2e
 
-test-unit: setup ## Unit tests only (four minutes on two cores)
+test-unit: setup ## Unit tests only (minutes)
 	$(call LAYER,unit tests)
 	@$(PYTEST) --junitxml=.cache/tests-unit.xml -n 3 --dist loadfile --no-loadscope-reorder tests/unit
 

@@ -49,8 +49,7 @@ def joined_ranks(config: Config, limits: Mapping[str, float], wait_s: float) -> 
     """
     require_usable_gpus()
     megatron = config.actor_rollout_ref.actor.megatron
-    spec = read_model_spec(config.actor_rollout_ref.model.path)
-    require_kernel_for_sinks(spec, megatron)
+    require_kernel_for_sinks(read_model_spec(config.actor_rollout_ref.model.path), megatron)
     layout = ParallelLayout.initialize(
         tp=megatron.tensor_model_parallel_size,
         pp=megatron.pipeline_model_parallel_size,

@@ -110,16 +110,12 @@ def build_model(
             f"{MEGATRON}.context_parallel_size is {layout.cp}, but Transformer Engine's ring attention has no windows "
             f"({spec.family}); set it to 1."
         )
-    if layout.cp > 1 and is_gpu() and spec.delta_net is not None:
-        raise UserError(
-            f"{MEGATRON}.context_parallel_size is {layout.cp}, but a gated delta net ({spec.family}) has none on GPUs "
-            f"yet; set it to 1."
-        )
-    if layout.cp > 1 and is_gpu() and spec.latent is not None:
-        raise UserError(
-            f"{MEGATRON}.context_parallel_size is {layout.cp}, but a latent attention ({spec.family}) has none on GPUs "
-            f"yet; set it to 1."
-        )
+    for name, part in (("gated delta net", spec.delta_net), ("latent attention", spec.latent)):
+        if layout.cp > 1 and is_gpu() and part is not None:
+            raise UserError(
+                f"{MEGATRON}.context_parallel_size is {layout.cp}, but a {name} ({spec.family}) has none on GPUs yet; "
+                "set it to 1."
+            )
     if megatron.tp_comm_overlap:
         assert num_tokens is not None, "buffers have one length"
         make_user_buffers(num_tokens // layout.cp, spec.hidden_size, layout.tp)

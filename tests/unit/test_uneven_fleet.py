@@ -20,7 +20,7 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
-LOOK_S = 0.2
+LOOK_S = 0.1
 RECIPE = Recipe(train_batch_size=8, gen_batch_size=32, n=4, max_staleness=4, num_steps=6)
 MACHINES = Machines(8, slots_per_server=16, train_s=0.2, push_s=0.02, **token_seconds(0.004, slots=16))
 DRAWS = random_draws(Lengths(median=60, sigma=0.9, longest=280), 0.45, RECIPE.n, seed=4)
@@ -90,7 +90,7 @@ def test_every_trained_answer_is_whole_though_its_server_was_slow_and_the_draws_
         assert all(sample.response_tokens[-1] == 0 and sample.finish_reason == "stop" for sample in group.samples)
     assert moves >= 1  # a silent one hands its requests back
     if math.isfinite(slowness):
-        assert max(factors) > 1.5  # soon it has few requests to be measured by
+        assert max(factors) > 2
 
 
 def test_an_hour_of_the_jumping_clock_passes_while_nothing_is_to_do_and_in_the_order_of_events():
