@@ -10,6 +10,7 @@ import pytest
 
 from tests.distributed.layout_runs import Layouts, assert_same_as, cases_of, run_layouts
 from tests.distributed.test_layouts import CUTS, RECOMPUTE
+from tests.proofs import PROOFS
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.distributed
@@ -18,7 +19,11 @@ REPLAYED = {mode: [f"actor_rollout_ref.actor.router_replay={mode}"] for mode in 
 ROLLOUT = [*REPLAYED["rollout"], *CUTS["small"]]
 OLD = [*REPLAYED["old"], *CUTS["small"]]
 GPT_OSS = ["actor_rollout_ref.model.path=OTHER(gpt_oss)", *REPLAYED["rollout"]]  # its routers have biases
+HYBRID = ["actor_rollout_ref.model.path=OTHER(hybrid)", *REPLAYED["rollout"]]  # other layers between its routers
 LATENT = ["actor_rollout_ref.model.path=OTHER(latent)", *REPLAYED["rollout"]]  # its routers choose groups of experts
+# its recurrence too is computed again in backward
+HYBRID_RECOMPUTED = {"hybrid/recomputed": [*HYBRID, *CUTS["small"], *RECOMPUTE["recompute_selective"]]}
+OF_ONE_KIND = HYBRID_RECOMPUTED if PROOFS else {}  # the layout of all kinds stands for them
 LAYOUTS: Layouts = {
     1: {
         "tp1": (
@@ -29,6 +34,7 @@ LAYOUTS: Layouts = {
                 "off/whole": [],
                 "gpt_oss/whole": GPT_OSS,
                 "latent/whole": LATENT,
+                "hybrid/whole": HYBRID,
                 "rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_full"]],
             },
         )
@@ -41,10 +47,14 @@ LAYOUTS: Layouts = {
                 "old/small": OLD,
                 "gpt_oss/recomputed": [*GPT_OSS, *CUTS["small"], *RECOMPUTE["recompute_full"]],
                 "latent/recomputed": [*LATENT, *CUTS["small"], *RECOMPUTE["recompute_full"]],
+                **OF_ONE_KIND,
             },
         ),
         "tp2_sp_etp2": ({"tp": 2, "sp": True, "etp": 2}, {"old/small": OLD}),
-        "cp2_ep2": ({"cp": 2, "ep": 2}, {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]}),
+        "cp2_ep2": (
+            {"cp": 2, "ep": 2},
+            {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]], **OF_ONE_KIND},
+        ),
         "pp2_vpp2": (
             {"pp": 2, "vpp": 2},
             {
@@ -59,6 +69,7 @@ LAYOUTS: Layouts = {
             {"tp": 2, "sp": True, "pp": 2, "ep": 2},
             {"rollout/recomputed": [*ROLLOUT, *RECOMPUTE["recompute_selective"]]},
         ),
+        "tp2_sp_cp2_ep2": ({"tp": 2, "sp": True, "cp": 2, "ep": 2}, HYBRID_RECOMPUTED),
         "pp2_dp2_ep2": (
             {"pp": 2, "ep": 2},
             {"old/recomputed": [*OLD, *RECOMPUTE["recompute_full"]], "rollout/small": ROLLOUT},
@@ -79,7 +90,8 @@ def results(tmp_path_factory) -> dict[str, dict]:
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     families = ("glm4_moe", "gpt_oss", "deepseek_v3")
     model, gpt_oss, latent = (make_tiny(folder / family, family, **shape) for family in families)
-    return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss, "latent": latent})
+    hybrid = make_tiny(folder / "hybrid", "qwen3_5_moe", **shape | {"layers": 2})  # a layer of each kind
+    return run_layouts(folder, model, LAYOUTS, others={"gpt_oss": gpt_oss, "latent": latent, "hybrid": hybrid})
 
 
 @pytest.mark.parametrize("case", cases_of(LAYOUTS))
@@ -93,7 +105,8 @@ def test_replayed_routing_equals_one_process(results, case):
 def test_lots_are_other_experts_than_the_routers_choose_and_recorded_ones_are_the_same(results):
     """Of 8 experts two are drawn: 27 of 28 pairs are others.
     The second of two mini-batches meets moved weights."""
-    assert results["tp1/rollout/whole"]["metrics"]["actor/router_mismatch"] > 0.9
+    for mode in ("rollout", "hybrid"):
+        assert results[f"tp1/{mode}/whole"]["metrics"]["actor/router_mismatch"] > 0.9
     assert 0.0 < results["tp1/old/whole"]["metrics"]["actor/router_mismatch"] < 0.1
     assert "actor/router_mismatch" not in results["tp1/off/whole"]["metrics"]
     losses = {mode: results[f"tp1/{mode}/whole"]["metrics"]["actor/entropy"] for mode in ("rollout", "old", "off")}
