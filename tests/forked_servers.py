@@ -36,7 +36,7 @@ NURSERIES = "TESTS_NURSERIES"
 first process with this module owns them; programs started by it, forks too, share them."""
 
 OF_ONE_SERVER = (
-    *("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", NURSERIES),
+    *("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", NURSERIES),
     *server_command.FLOAT32_STATES,
     *("SGLANG_CPU_OMP_THREADS_BIND", cpu_ledger.FOLDER, cpu_ledger.GPUS, cpu_ledger.BYTES),
 )

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,9 @@ from tests.proofs import covering
 Layouts = dict[int, dict[str, tuple[dict, dict[str, list[str]]]]]
 """Number of processes -> name of a layout -> (its sizes, variant -> overrides of the config)."""
 
+HALF_A_STEP = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+"""Overrides for two optimizer steps of two groups of four samples, half of the default."""
+
 
 def run_layouts(
     folder: Path,
@@ -22,12 +25,13 @@ def run_layouts(
     reference: Path | None = None,
     others: Mapping[str, Path] | None = None,
     start: Callable[[Path, int, str], str] = run_ranks,
+    overrides: Sequence[str] = (),
 ) -> dict[str, dict]:
     """Return the results of `layout_worker`, under "layout/variant". One start per number of
     processes runs all its layouts.
 
     REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of
-    another one. The variable LAYOUT_CASES restricts the runs to some names, for one quick
+    another one. overrides: of all cases. The variable LAYOUT_CASES restricts the runs to some names, for one quick
     comparison.
     """
     if only := os.environ.get("LAYOUT_CASES", "").split():
@@ -36,7 +40,10 @@ def run_layouts(
     results: dict[str, dict] = {}
     for world, of_world in layouts.items():
         out, task = folder / f"{model.name}{world}.pt", folder / f"{model.name}{world}.json"
-        rows = [(name, sizes, variants) for name, (sizes, variants) in of_world.items()]
+        rows = [
+            (name, sizes, {variant: [*overrides, *own] for variant, own in variants.items()})
+            for name, (sizes, variants) in of_world.items()
+        ]
         text = json.dumps({"model": str(model), "out": str(out), "layouts": rows})
         for name, path in paths.items():
             text = text.replace(name, str(path))

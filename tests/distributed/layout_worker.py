@@ -93,7 +93,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     parallel.append(f"trainer.n_procs_per_node={layout.world_size}")
     config = load_config(None, [*COMMON, f"actor_rollout_ref.model.path={model_path}", *parallel, *overrides])
     policy = Policy(config, layout)
-    groups = synthetic_groups(policy.model.spec.vocab_size) if layout.rank == 0 else None
+    num_groups = config.data.train_batch_size
+    groups = synthetic_groups(policy.model.spec.vocab_size, num_groups=num_groups) if layout.rank == 0 else None
     if groups and uses_experience_replay(config):
         groups = with_replayed(groups)
     if groups and config.actor_rollout_ref.rollout.max_staleness:

@@ -59,7 +59,7 @@ LORA_MIXTURE_READERS = {
     "dp4_ep2_etp2": (4, {"ep": 2, "etp": 2}, True),
     "tp1": (1, {}, True),
 }
-# the layouts in which three steps, a checkpoint and three steps must equal six steps
+# the layouts in which two steps, a checkpoint and two steps must equal four steps
 SAME = {
     "tp1": (1, {}, False),
     "pp2_vpp2_uneven": (2, {"pp": 2, "vpp": 2, "pipeline_layers": [2, 1, 1, 0]}, True),
@@ -70,7 +70,7 @@ SAME = {
 }
 # there also from a checkpoint that was not written in the background
 SAVED_AT_ONCE = ("tp1", "dp2_half")
-STEPS, END = 3, 6
+STEPS, END = 2, 4
 
 
 def is_moe(name: str) -> bool:
@@ -183,8 +183,8 @@ def cases_of(world: int, folder: Path) -> list[dict]:
 
 
 def continuation(name: str, sizes: dict, sharded: bool, folder: Path) -> list[dict]:
-    """Six steps; six with a save after three, while training goes on;
-    three from that checkpoint."""
+    """Four steps; four with a save after two, while training goes on;
+    two from that checkpoint."""
     case = dict(sizes=sizes, sharded=sharded, dtype="bfloat16" if "half" in name else "float32")
     through = dict(case, steps=(0, STEPS), more=END, model=kind_of(name), overrides=adapters(name))
     saved = str(folder / f"same_{name}")

@@ -11,6 +11,7 @@ import pytest
 
 from tests import mpi_replay
 from tests.helpers import REPOSITORY
+from tests.proofs import amount
 
 pytestmark = pytest.mark.distributed
 
@@ -28,9 +29,10 @@ def worker(scenario: str) -> subprocess.CompletedProcess:
 
 def test_the_demo_trains_under_mpirun_as_under_torchrun_bit_for_bit(tmp_path):
     batches, runs = mpi_replay.write_batches(tmp_path / "batches"), (tmp_path / "torchrun", tmp_path / "mpirun")
-    of_four = "trainer.n_procs_per_node=4"  # tensor parallel 2 x data parallel 2
-    under_torchrun, under_mpi = (mpi_replay.arguments(batches, run, of_four) for run in runs)
-    for done in (mpi_replay.torchrun(4, *under_torchrun), mpirun(4, "-m", "launch.mpi", *under_mpi)):
+    num_ranks = amount(2, 4)  # of tensor parallelism; in proofs two of data parallelism, too
+    of_all = f"trainer.n_procs_per_node={num_ranks}"
+    under_torchrun, under_mpi = (mpi_replay.arguments(batches, run, of_all) for run in runs)
+    for done in (mpi_replay.torchrun(num_ranks, *under_torchrun), mpirun(num_ranks, "-m", "launch.mpi", *under_mpi)):
         assert done.returncode == 0, done.stderr[-3000:]
         layer_lines = [line for line in done.stdout.splitlines() if line.startswith("trainer: layers of our own")]
         assert len(layer_lines) == 1 and layer_lines[0].endswith("optimizer torch AdamW"), (

@@ -12,12 +12,14 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_ranks import run_ranks
-from tests.forked_servers import forked_servers
+from tests.forked_servers import forked_servers, own_nurseries
 from tests.helpers import REPOSITORY
 from tests.tiny_models import make_tiny
 
 # a run on a CPU needs none: without cpu_server.NOTHING_COMPILED servers would
 os.environ["CXX"] = "/no/compiler"
+# in the first process of a test run, so that all its workers have the same ones
+own_nurseries()
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,13 @@ def started(model_path: Path, folder: Path, num_servers: int, tp: int) -> Iterat
             watched.close()
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["two of TP 1", "one of TP 2"])
+TWO, ONE = pytest.param((2, 1), id="two of TP 1"), pytest.param((1, 2), id="one of TP 2")
+with_two = pytest.mark.parametrize("servers", [TWO], indirect=True)
+with_few = pytest.mark.parametrize("servers", few([TWO, ONE], 1), indirect=True)
+with_both = pytest.mark.parametrize("servers", [TWO, ONE], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def servers(request, model_path, tmp_path_factory) -> Iterator[Watched]:
     with started(model_path, tmp_path_factory.mktemp("servers"), *request.param) as watched:
         yield watched
@@ -135,6 +141,7 @@ def trainer_of(
     return Ranks(shared_rank_main, 2, free_port(), 2, sizes, str(model_path), servers.overrides, frozen or {})
 
 
+@with_both
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_handles_bring_every_layouts_weights_bit_for_bit_to_servers_that_slept(model_path, servers, sizes):
     checkpoint = load_file(model_path / "model.safetensors")
@@ -154,10 +161,9 @@ def test_handles_bring_every_layouts_weights_bit_for_bit_to_servers_that_slept(m
                 assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {version}
 
 
+@with_two
 def test_a_server_that_freezes_in_a_push_costs_the_others_nothing_but_time(model_path, servers):
     """All ranks go on together, bucket after bucket."""
-    if len(servers.urls) == 1:
-        return  # there are no others
     frozen, steady = servers.urls
     with trainer_of(servers, model_path, {"tp": 2}, {frozen: servers.supervisor.pids()[0]}) as trainer:
         trainer.order("open")
@@ -170,6 +176,7 @@ def test_a_server_that_freezes_in_a_push_costs_the_others_nothing_but_time(model
         assert answers[0][1].num_servers == 2, answers
 
 
+@with_few
 def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart(model_path, servers):
     survivors = len(servers.urls) - 1
     with trainer_of(servers, model_path, {"tp": 2}) as trainer:
@@ -186,6 +193,7 @@ def test_a_server_killed_asleep_is_left_out_and_joins_the_push_after_its_restart
             assert set(asyncio.run(generate(servers.client(url))).weight_versions) == {2}
 
 
+@with_few
 def test_a_bucket_that_was_not_sent_is_found_before_anybody_samples(model_path, servers):
     """The server confirms the version; the rest of its memory is what it woke with. The run is
     over, so this comes last."""

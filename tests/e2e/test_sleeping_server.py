@@ -24,6 +24,7 @@ from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
 from tests.forked_servers import forked_servers
 from tests.keeping_plug_in import write_keeping_plug_in
+from tests.proofs import few
 from tests.tiny_models import make_tiny
 
 pytestmark = [
@@ -91,10 +92,10 @@ def start(folder: Path, num_ranks: int, family: str = "mistral") -> Iterator[Sle
         supervisor.stop()
 
 
-SLEEPERS = {"tp1": (1,), "tp2": (2,), "states": (1, "qwen3_5")}  # the last has states of requests, too
+SLEEPERS = {"tp2": (2,), "states": (1, "qwen3_5"), "tp1": (1,)}  # the second has states of requests, too
 
 
-@pytest.fixture(scope="module", params=SLEEPERS)
+@pytest.fixture(scope="module", params=few(list(SLEEPERS), 2))
 def sleeper(request, tmp_path_factory) -> Iterator[Sleeper]:
     yield from start(tmp_path_factory.mktemp("sleeper"), *SLEEPERS[request.param])
 

@@ -53,7 +53,7 @@ exec "$@"
 
 
 class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
-    """Six steps with a server on the third node. After two steps comes Slurm's signal
+    """Four steps with a server on the third node. After the first comes Slurm's signal
     before the limit."""
 
     @pytest.fixture(scope="class")
@@ -70,7 +70,7 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
     def job(cls, cluster, programs):
         job = cluster.submit(
             "interrupted",
-            "trainer.total_training_steps=6",
+            "trainer.total_training_steps=4",
             "trainer.dump_batches=true",
             flags=("--nodes=3",),
             TRAINER_NODES="2",
@@ -79,24 +79,24 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
             IMAGE="image.sif",
             PATH=f"{programs}:{os.environ['PATH']}",
         )
-        job.wait_for_steps(2)
+        job.wait_for_steps(1)
         job.signal("USR1")
         job.exit_code()
         return job
 
     def test_it_trains_to_the_end(self, job):
         assert job.exit_code() == 0, job.report()
-        assert job.last_line() == f"DONE: step 6 of 6 in {job.run_folder.path}"
+        assert job.last_line() == f"DONE: step 4 of 4 in {job.run_folder.path}"
         assert "TP 2, PP 1, DP 1" in job.log() and "2 ranks (2 nodes x 1)" in job.log()
         assert_it_trained(job, server_node="node3")
 
     def test_usr1_in_mid_run_saves_requeues_and_goes_on_at_the_saved_step(self, job):
         assert job.fact("Restarts") == "1" and job.leaves_nothing()
         saved = job.saved_step()
-        sentence = f"{saved_line(job, saved, 6)}; requeued on USR1, restart 1 of at most 20"
-        assert re.fullmatch(sentence, job.last_lines()[0]) and 2 <= saved < 6
+        sentence = f"{saved_line(job, saved, 4)}; requeued on USR1, restart 1 of at most 20"
+        assert re.fullmatch(sentence, job.last_lines()[0]) and 1 <= saved < 4
         assert f"Resumed after step {saved} from" in job.attempt_log(1, "trainer-node1")
-        assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4, 5, 6]
+        assert [line["step"] for line in job.metrics()] == [1, 2, 3, 4]
 
     def test_its_metrics_are_those_of_an_undisturbed_run_on_the_same_batches_bit_for_bit(self, job, tmp_path):
         on_one_machine = {
@@ -111,7 +111,7 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
         overrides = [f"{key}={value}" for key, value in on_one_machine.items()]
         run_here(main, "--config", str(job.attempt() / "config.yaml"), *overrides)
         undisturbed = [json.loads(line) for line in RunFolder(tmp_path / "run").metrics.read_text().splitlines()]
-        assert len(undisturbed) == 6
+        assert len(undisturbed) == 4
         for actual, expected in zip(job.metrics(), undisturbed, strict=True):
             same = {name for name in actual.keys() & expected.keys() if not name.startswith(("time", "perf"))}
             assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= same
@@ -121,7 +121,7 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(job.run_folder.tensorboard)).Reload()
-        assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5, 6]
+        assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
 
     def test_all_that_runs_python_runs_in_the_container(self, job, programs):
         commands = (programs / "contained").read_text()
@@ -129,9 +129,9 @@ class TestOnThreeNodesWithTensorParallelismOverTwoInAContainer:
             assert f"-m launch.slurm {asked} " in commands
 
     def test_the_same_command_finds_that_nothing_is_left_to_do(self, job, cluster):
-        again = cluster.submit("interrupted", "trainer.total_training_steps=6")
+        again = cluster.submit("interrupted", "trainer.total_training_steps=4")
         assert again.exit_code() == 0, again.report()
-        assert again.last_line() == f"DONE: step 6 of 6 in {job.run_folder.path} already; nothing is left to do"
+        assert again.last_line() == f"DONE: step 4 of 4 in {job.run_folder.path} already; nothing is left to do"
         assert not again.attempt().exists() and again.leaves_nothing()
 
 
