@@ -187,7 +187,7 @@ def test_an_argument_of_a_mode_that_no_operator_here_has_raises(operators):
 
 @proof
 def test_a_server_finds_the_operators_under_their_names():
-    """Those of tests/e2e/test_hybrid_run.py serve nothing without them."""
+    """The servers of tests/e2e/test_hybrid_run.py serve with them."""
     code = (
         "import torch, gated_delta_net, sglang.srt.plugins as plugins; plugins.load_plugins();"
         "import sglang.srt.models.qwen3_5 as model, sglang.srt.layers.attention.linear.gdn_backend as backend;"
