@@ -23,6 +23,12 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def short_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan's step is simulated with some of its requests: its time is another, and found at once."""
+    monkeypatch.setattr("megatron_dapo.commands.plan.step_time.SIMULATED_REQUESTS", 200)
+
+
+@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """For a controller and scripted servers: prompts and importable rewards, with short waits."""
     from tests.fake_rollout import rollout_folder

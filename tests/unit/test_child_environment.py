@@ -136,13 +136,16 @@ def test_processes_share_out_the_cores_though_the_user_binds_threads(tmp_path):
         assert shown == "1\n", f"with {name} alone"
     code = """
         import sys
-        from launch import local, torchrun
+        if sys.argv[2] == "torchrun":
+            from launch import torchrun
+            sys.exit(torchrun.main(sys.argv[3:]))
+        from launch import local
         from megatron_dapo.config.loader import load_config
         given = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:9]"
         local.checked_config = lambda *_: load_config(None, [f"trainer.run_dir={sys.argv[1]}/run", given])
         local.process_plan, local.first_look, run_local = lambda _: "", lambda _: None, local.run_local
         local.run_local = lambda config: run_local(config, [sys.executable, f"{sys.argv[1]}/rank.py"])
-        {"local": local, "torchrun": torchrun}[sys.argv[2]].main(sys.argv[3:])
+        local.main(sys.argv[3:])
     """
     started = {"local": [], "torchrun": ["--standalone", "--nproc-per-node=1", f"{tmp_path}/rank.py"]}
     for launcher, arguments in started.items():

@@ -41,8 +41,10 @@ def sound_config(folder: Path) -> Path:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL_JSON))
     path = folder / "run.yaml"
     path.write_text(
-        f"data: {{train_files: [{folder}/model/train.jsonl], apply_chat_template: false}}\n"
-        f"reward: {{function: exact_match}}\nactor_rollout_ref: {{model: {{path: {folder}/model}}}}\n"
+        # small steps: the plan simulates some of them
+        f"data: {{train_files: [{folder}/model/train.jsonl], apply_chat_template: false, train_batch_size: 4}}\n"
+        f"reward: {{function: exact_match}}\nactor_rollout_ref: {{model: {{path: {folder}/model}}, "
+        f"actor: {{ppo_mini_batch_size: 4}}, rollout: {{n: 2}}}}\n"
         f"trainer: {{run_dir: {folder}/run}}\n"
     )
     return path
@@ -154,7 +156,7 @@ def test_the_config_reference_is_printed(capsys):
 
 
 @pytest.mark.parametrize("module", ["megatron_dapo", "launch.local"])
-def test_a_recipe_can_be_named_in_place_of_its_file(module, capsys):
+def test_a_recipe_can_be_named_in_place_of_its_file(module, capsys, short_simulation):
     run = {
         "megatron_dapo": lambda *arguments: main(["train", *arguments]),
         "launch.local": lambda *arguments: local(arguments),

@@ -16,13 +16,16 @@ from megatron_dapo.config.keys import known_keys, known_sections
 from megatron_dapo.config.loader import MAX_UNKNOWN, load_config, nearest, to_yaml
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.yaml_dialect import MAX_DEPTH, MAX_VALUES
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
 LR = "actor_rollout_ref.actor.optim.lr"
 TYPO_LETTERS = "abcdefghijklmnopqrstuvwxyz_."
 # a config is read in 5 to 30 ms
-SAME_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+SAME_FOLDER = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=amount(20, 50)
+)
 
 
 def written(folder: Path, text: str | bytes) -> Path:
@@ -122,7 +125,7 @@ def single_edits(name: str) -> set[str]:
     return deleted | changed | {head + letter + tail for head, tail in cuts for letter in TYPO_LETTERS}
 
 
-@settings(deadline=None, max_examples=50)  # 15 ms each: a typo is compared with every key
+@settings(deadline=None, max_examples=amount(20, 50))  # 15 ms each: a typo is compared with every key
 @given(st.data())
 def test_any_single_letter_typo_is_answered_with_the_key_that_was_meant(data):
     key = data.draw(st.sampled_from(list(known_keys())))

@@ -1,6 +1,6 @@
 """A fleet with slow, silent and lost servers, simulated: fast, and without a bias of lengths.
 
-`make test` simulates an eighth of 24 servers for 20 steps, `make proofs` a quarter for 200.
+`make test` simulates an eighth of 24 servers for 10 or 20 steps, `make proofs` a quarter for 200.
 """
 
 import json
@@ -32,13 +32,13 @@ from tests.proofs import amount
 pytestmark = pytest.mark.unit
 
 SCALE = amount(8, 4)
-NUM_STEPS = amount(20, 200)
+NUM_STEPS = amount(10, 200)
 OF_NAME = {case.name: case for case in CASES}
 
 
-def simulated(case: Case, draws: Draws | None = None) -> Simulation:
+def simulated(case: Case, draws: Draws | None = None, num_steps: int = NUM_STEPS) -> Simulation:
     """The run of a case, to its end."""
-    simulation = Simulation(case.machines(SCALE), case.recipe(SCALE, NUM_STEPS), draws or case.draws())
+    simulation = Simulation(case.machines(SCALE), case.recipe(SCALE, num_steps), draws or case.draws())
     simulation.speed = simulation.run()
     return simulation
 
@@ -47,8 +47,14 @@ def simulated(case: Case, draws: Draws | None = None) -> Simulation:
 
 
 @pytest.fixture(scope="module")
-def equal_step_s() -> float:
-    return 1 / simulated(OF_NAME["all equal"]).speed.steps_per_s
+def equal() -> Simulation:
+    """The run of a fleet of equal servers."""
+    return simulated(OF_NAME["all equal"])
+
+
+@pytest.fixture
+def equal_step_s(equal) -> float:
+    return 1 / equal.speed.steps_per_s
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("one at 1/4", 23.25 / 24), ("one at 1/10", 23.1 / 24)])
@@ -120,13 +126,14 @@ def test_a_hedge_of_each_groups_last_response_makes_all_more_than_a_hundredth_sh
 def test_one_loss_per_server_and_hour_makes_responses_shorter_by_what_the_bound_says():
     source = random.Random(3)
     losses = []
+    num_steps = amount(20, 200)  # no loss is behind the first ones
     for server in range(24):
         at_s = source.expovariate(1 / 3600)
-        while at_s < 400 * (NUM_STEPS + 18):
+        while at_s < 400 * (num_steps + 18):
             losses += [SpeedChange(at_s, server, None), SpeedChange(at_s + 30, server, 1.0)]
             at_s += 30 + source.expovariate(1 / 3600)
     case = replace(OF_NAME["all equal"], changes=tuple(sorted(losses, key=lambda change: change.at_s)))
-    beside_drawn = bias(trained_lengths(simulated(case).trained, case.draws()))
+    beside_drawn = bias(trained_lengths(simulated(case, num_steps=num_steps).trained, case.draws()))
     bound = restart_bias_bound(1 / 3600, TOKEN_S, LENGTHS.mean, LENGTHS.mean_square)
     assert beside_drawn.length < -0.01
     assert beside_drawn.length == pytest.approx(-bound, abs=beside_drawn.half_width + 0.005)
@@ -139,9 +146,8 @@ def test_a_silent_server_is_given_up_after_half_a_minute_and_only_its_requests_b
     assert 1 / simulation.speed.steps_per_s <= 1.05 * equal_step_s * 24 / 23
 
 
-def test_equal_servers_measured_with_noise_move_nothing_and_lose_no_time():
-    case = OF_NAME["all equal"]
-    looked_at = simulated(case)
+def test_equal_servers_measured_with_noise_move_nothing_and_lose_no_time(equal):
+    case, looked_at = OF_NAME["all equal"], equal
     machines = replace(case.machines(SCALE), changes=())
     not_looked_at = Simulation(machines, case.recipe(SCALE, NUM_STEPS), case.draws())
     assert looked_at.speed.steps_per_s == pytest.approx(not_looked_at.run().steps_per_s, rel=0.01)
@@ -155,7 +161,7 @@ def test_without_staleness_the_last_answers_of_a_wave_leave_a_slow_server():
     slower = replace(equal, changes=OF_NAME["one at 1/4"].changes)
     step_s = {}
     for case in (equal, slower):
-        simulation = Simulation(case.machines(4), case.recipe(4, 6), case.draws())
+        simulation = Simulation(case.machines(SCALE), case.recipe(SCALE, 6), case.draws())
         step_s[case] = 1 / simulation.run().steps_per_s
     assert step_s[slower] <= 1.05 * step_s[equal] * 24 / 23.25
     assert simulation.fleet.counts["moves"] > 0

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
 from megatron_dapo.platform.sglang_cpu import cpu_server
+from tests.proofs import proof
 from tests.sglang_cpu_cases import in_server_process
 
 pytestmark = pytest.mark.unit
@@ -184,7 +185,9 @@ def test_an_argument_of_a_mode_that_no_operator_here_has_raises(operators):
         operators.fused_sigmoid_gating_delta_rule_update_cpu(disable_state_update=True)
 
 
+@proof
 def test_a_server_finds_the_operators_under_their_names():
+    """The servers of tests/e2e/test_hybrid_run.py serve with them."""
     code = (
         "import torch, gated_delta_net, sglang.srt.plugins as plugins; plugins.load_plugins();"
         "import sglang.srt.models.qwen3_5 as model, sglang.srt.layers.attention.linear.gdn_backend as backend;"

@@ -7,6 +7,7 @@ import pytest
 from megatron_dapo.rewards.symbolic import math_verify
 from megatron_dapo.rewards.text import math_dapo
 from tests.judged_answers import judged_answers
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
@@ -32,11 +33,14 @@ def test_math_verify_gives_the_judgement(kind):
 
 
 def test_the_table_agrees_with_the_pinned_math_verify():
+    """In `make test` for every tenth row: the package and the table rarely change."""
+    rows = ROWS[:: amount(10, 1)]
+
     def verdict(row):
         parsed = [sympy_verify.parse(text, parsing_timeout=None) for text in (f"\\boxed{{{row.truth}}}", row.response)]
         return sympy_verify.verify(*parsed, timeout_seconds=None)
 
-    assert not [(row.truth, row.answer) for row in ROWS if verdict(row) != row.others["math_verify"]]
+    assert not [(row.truth, row.answer) for row in rows if verdict(row) != row.others["math_verify"]]
 
 
 def test_math_dapo_gives_the_verdict_of_verl_on_answer_lines():

@@ -248,7 +248,8 @@ def test_log_files_go_to_a_given_log_folder(tmp_path):
 def test_a_dry_run_shows_the_plan_then_the_missing_files_and_starts_nothing(tmp_path):
     recipe = str(REPOSITORY / "configs" / "dapo_7b.yaml")
     server, megatron = "actor_rollout_ref.rollout.server", "actor_rollout_ref.actor.megatron"
-    here = ("trainer.n_procs_per_node=4", f"{megatron}.context_parallel_size=2", f"{server}.nnodes=0")
+    here = ["trainer.n_procs_per_node=4", f"{megatron}.context_parallel_size=2", f"{server}.nnodes=0"]
+    here += ["data.train_batch_size=32", "data.gen_batch_size=96"]  # the plan simulates some steps
     command = [sys.executable, "-m", "launch.local", "--dry-run", "--config", recipe, *here]
     command.append(f"trainer.run_dir={tmp_path / 'run'}")
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)

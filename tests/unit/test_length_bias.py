@@ -22,6 +22,7 @@ from megatron_dapo.queue.group_filter import by_correctness
 from megatron_dapo.queue.group_queue import FilterReason
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import rollout_folder, write_files
+from tests.proofs import few
 
 pytestmark = pytest.mark.unit
 
@@ -50,12 +51,12 @@ def trained_over_drawn(max_staleness: int, filter_reason: FilterReason | None = 
     return mean_length(trained) / mean_length(drawn)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+@pytest.mark.parametrize("max_staleness", few([2, 1, 0], 1))
 def test_trained_responses_are_as_long_as_drawn_ones(max_staleness):
     assert trained_over_drawn(max_staleness) == pytest.approx(1.0, abs=0.01)
 
 
-@pytest.mark.parametrize(("max_staleness", "shorter_by"), [(1, 0.04), (2, 0.10)])
+@pytest.mark.parametrize(("max_staleness", "shorter_by"), few([(2, 0.10), (1, 0.04)], 1))
 def test_a_rule_that_drops_late_groups_would_train_on_shorter_ones(max_staleness, shorter_by):
     """By the whole per cents of docs/rollout.md."""
     assert round(1 - trained_over_drawn(max_staleness, drop_late), 2) == shorter_by

@@ -9,7 +9,7 @@ import pytest
 from launch.slurm.__main__ import main as slurm_main
 from launch.slurm.plan import Allocation
 from megatron_dapo.__main__ import main
-from megatron_dapo.commands.plan import cost, step_time
+from megatron_dapo.commands.plan import cost
 from megatron_dapo.commands.plan.cost import JobLimit, limit_seconds, usual_run
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
@@ -25,12 +25,6 @@ ROW = '{"prompt": "1+1=", "label": "2", "data_source": "math"}\n'
 COST = re.compile(
     r"([\d.]+) days on (\d+) GPUs like H100, (\d+) GPU-hours: (\d+) steps of (\d+) s\n +(\d+) jobs of 24 h"
 )
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Steps of a part of the servers: seconds in place of minutes."""
-    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +72,7 @@ def cost_in(text: str) -> list[float]:
     return [float(number) for number in match.groups()]
 
 
-def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_that_waits(capsys, small):
+def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_that_waits(capsys, short_simulation):
     """15 days or so, by hand from the plan's own step: 500 x 2580 s on 128 GPUs, of which the trainer
     works 576 s and waits 78 %, in jobs of 22 hours each."""
     path = recipe("dapo_32b")
@@ -100,7 +94,7 @@ def test_plan_and_dry_runs_say_that_the_32b_recipe_takes_weeks_with_a_trainer_th
     assert re.search(rf"^    jobs of 24 h +{jobs:.0f}$", planned, re.MULTILINE)
 
 
-def test_the_time_limit_and_the_notice_of_a_plan_may_be_given(capsys, small):
+def test_the_time_limit_and_the_notice_of_a_plan_may_be_given(capsys, short_simulation):
     arguments = ["plan", "--config", recipe("dapo_32b"), "--staleness", "0"]
     assert main([*arguments, "--time-limit", "3-00:00:00", "--notice", "3600"]) == 0
     assert re.search(r"\d jobs of 72 h, each asked to save 1 h before its end", capsys.readouterr().out)
@@ -111,7 +105,7 @@ def test_the_time_limit_and_the_notice_of_a_plan_may_be_given(capsys, small):
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted((REPOSITORY / "configs").glob("*.yaml"))])
-def test_the_cost_of_every_recipe_with_a_known_model_is_known(name, small):
+def test_the_cost_of_every_recipe_with_a_known_model_is_known(name, short_simulation):
     config = load_config(recipe(name))
     run = usual_run(config)
     is_known = not config.sft.enable and cost.read_model_specs(config) is not None
@@ -120,7 +114,7 @@ def test_the_cost_of_every_recipe_with_a_known_model_is_known(name, small):
         assert all(cost.cost_lines(config, run.steps[0], run.num_gpus, JobLimit())) and run.steps[0].step > 0
 
 
-def test_a_plan_of_many_weight_versions_takes_no_longer(small, monkeypatch):
+def test_a_plan_of_many_weight_versions_takes_no_longer(short_simulation, monkeypatch):
     asked = []
     monkeypatch.setattr(cost, "run_time", lambda config, spec, assumed, ages, critic: asked.extend(ages))
     usual_run(load_config(recipe("dapo_32b_async"), ["actor_rollout_ref.rollout.max_staleness=100000"]))
@@ -128,7 +122,7 @@ def test_a_plan_of_many_weight_versions_takes_no_longer(small, monkeypatch):
 
 
 @pytest.fixture
-def job(tmp_path, monkeypatch, small):
+def job(tmp_path, monkeypatch, short_simulation):
     """Plan an attempt of the 32B recipe with existing files; its plan.json, and its output."""
     for name in ("train", "val"):
         (tmp_path / f"{name}.jsonl").write_text(ROW)
@@ -171,7 +165,7 @@ def test_the_time_limit_that_slurm_gave_the_job_counts(job, capsys, monkeypatch)
     assert Allocation.of({"SLURM_JOB_ID": "5", "SLURM_JOB_END_TIME": "7"}, ["a"]).time_limit_s is None
 
 
-def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeypatch, small):
+def test_a_short_run_may_be_requeued_for_preemptions_as_before(tmp_path, monkeypatch, short_simulation):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     (tmp_path / "prompts.jsonl").write_text(ROW)
     words = ["trainer.nnodes=1", f"{SERVER}.nnodes=1", f"data.train_files=[{tmp_path}/prompts.jsonl]"]
@@ -188,7 +182,7 @@ def test_a_script_tells_the_dry_run_the_time_limit_that_it_asks_of_slurm(name):
     assert re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)[1] == re.search(r"TIME_LIMIT:-([\d:]+)}", text)[1]
 
 
-def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, small):
+def test_a_plan_of_synthetic_batches_has_a_trainer_and_nothing_else(capsys, short_simulation):
     path = recipe("dapo_7b")
     assert main(["plan", "--config", path, "--staleness", "0"]) == 0
     with_servers = capsys.readouterr().out

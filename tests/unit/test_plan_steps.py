@@ -103,7 +103,7 @@ def assumptions(acceptance: float = 0.45) -> Assumptions:
     return Assumptions(HARDWARE["h100"], Lengths.with_mean(2000, 0.9, 20480), 170, acceptance)
 
 
-def test_a_run_costs_its_steps_times_its_gpus():
+def test_a_run_costs_its_steps_times_its_gpus(short_simulation):
     config = load_config(recipe("dapo_7b"), ["trainer.total_training_steps=100", "data.train_batch_size=64"])
     run = run_time(config, model_spec(model_json_named("qwen2.5-7b")), assumptions(), (0,))
     (step,), (hours,), (rate,) = run.steps, run.gpu_hours, run.tokens_per_s
@@ -219,8 +219,7 @@ def test_the_controllers_share_of_a_core_is_that_of_all_tokens_that_servers_writ
     assert busy.controller_share == pytest.approx(24 * 5000 * step_time.CONTROLLER_S)
 
 
-def test_the_command_shows_memory_time_and_its_assumptions(capsys, monkeypatch):
-    monkeypatch.setattr(step_time, "SIMULATED_REQUESTS", 200)
+def test_the_command_shows_memory_time_and_its_assumptions(capsys, short_simulation):
     arguments = ["plan", "--config", recipe("dapo_7b"), "--mean-length", "2000", "data.train_batch_size=64"]
     assert main([*arguments, "--staleness", "0,1", "--hardware", "H200"]) == 0
     shown = capsys.readouterr().out
@@ -236,7 +235,7 @@ def test_servers_that_keep_their_caches_at_a_push_prefill_nothing_again():
     assert phase_times(config, spec, assumptions()).prefill_s > phase_times(kept, spec, assumptions()).prefill_s == 0
 
 
-def test_groups_that_are_masked_are_not_sampled_anew(capsys):
+def test_groups_that_are_masked_are_not_sampled_anew(capsys, short_simulation):
     masked = ["algorithm.dynamic_sampling.form=mask", "data.train_batch_size=64", "data.gen_batch_size=64"]
     arguments = ["plan", "--config", recipe("dapo_7b"), "--staleness", "0", *masked]
     assert main(arguments) == 0

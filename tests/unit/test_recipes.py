@@ -46,6 +46,7 @@ from megatron_dapo.rewards.reward_registry import score_response
 from megatron_dapo.rollout.build_rollout import load_prompts
 from tests.fake_rollout import write_files
 from tests.model_json import QWEN2_5_7B, QWEN2_5_32B
+from tests.proofs import amount
 
 pytestmark = pytest.mark.unit
 
@@ -199,9 +200,10 @@ def test_the_reference_runs_recipes_have_its_published_values(name, key):
 
 @cache
 def discarded_share(train_batch_size: int, gen_batch_size: int, acceptance: float) -> float:
-    """Of all generated groups, by the program's own queue and admission; the lengths of responses
-    have no part in it."""
-    steps = Recipe(train_batch_size, gen_batch_size, n=2, max_staleness=0, num_steps=8, warm_up=0)
+    """Of all generated groups, by the program's own queue and admission, in `make test` of a quarter
+    of them; the lengths of responses have no part in it."""
+    part = amount(4, 1)
+    steps = Recipe(train_batch_size // part, gen_batch_size // part, n=2, max_staleness=0, num_steps=8, warm_up=0)
     draws = random_draws(Lengths(median=1, sigma=0.0, longest=1), acceptance, n=2, seed=3)
     machines = Machines(num_servers=1, slots_per_server=4096, token_s=1.0, train_s=1.0, push_s=0.0)
     return Simulation(machines, steps, draws).run().discarded_share

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -235,21 +233,18 @@ def test_the_generators_of_python_and_numpy_are_seeded_whatever_the_seed():
         assert drawn[0] == drawn[1]
 
 
-RANK = """
-import random, sys
-import numpy as np
-from megatron_dapo.platform.parallel import ParallelLayout
-for seed in map(int, sys.argv[1:]):
-    layout = ParallelLayout.initialize(seed=seed, timeout_s=60.0)
-    print(random.random(), np.random.random())
-    layout.shutdown()
-"""
-
-
 def test_what_a_rank_draws_follows_from_the_runs_seed():
-    command = [sys.executable, "-c", RANK, "1", "1", "2"]
-    first, again, other = subprocess.check_output(command, text=True, timeout=200).splitlines()[-3:]
-    assert first == again != other
+    from megatron_dapo.platform.parallel import ParallelLayout
+
+    def drawn(seed: int) -> tuple[float, float]:
+        ParallelLayout.initialize(seed=seed)
+        try:
+            return random.random(), np.random.random()
+        finally:
+            ParallelLayout.shutdown()
+
+    first, again, other = map(drawn, (1, 1, 2))
+    assert first == again and not set(first) & set(other)
 
 
 # ------------------------------------------------------------------------------------------ the key

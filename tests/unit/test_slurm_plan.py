@@ -19,7 +19,7 @@ from tests.helpers import REPOSITORY
 from tests.model_json import QWEN2_5_32B
 from tests.unit.test_first_look import save
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("short_simulation")]
 
 SERVER = "actor_rollout_ref.rollout.server"
 

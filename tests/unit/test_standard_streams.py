@@ -11,6 +11,9 @@ from tests.helpers import REPOSITORY
 
 pytestmark = pytest.mark.unit
 
+# of which a plan simulates some
+SMALL_STEPS = ("data.train_batch_size=32", "data.gen_batch_size=96")
+
 
 def test_ranks_have_standard_streams_though_the_launcher_has_none(tmp_path):
     """As one who makes a daemon closes them."""
@@ -35,8 +38,8 @@ def test_ranks_have_standard_streams_though_the_launcher_has_none(tmp_path):
         (("megatron_dapo", "config-reference"), 0),
         (("checkpoints_tools.hf_to_megatron", "--hf-model", "examples/arithmetic/base", "--output", "{folder}/new"), 0),
         # files absent from here
-        (("megatron_dapo", "train", "--dry-run", "--config", "configs/dapo_7b.yaml"), 2),
-        (("launch.slurm", "plan", "--config", "configs/dapo_7b.yaml"), 2),
+        (("megatron_dapo", "train", "--dry-run", "--config", "configs/dapo_7b.yaml", *SMALL_STEPS), 2),
+        (("launch.slurm", "plan", "--config", "configs/dapo_7b.yaml", *SMALL_STEPS), 2),
     ],
 )
 def test_what_a_command_prints_may_go_into_head(command, code, tmp_path):
