@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -109,16 +110,17 @@ def _mix(items: list[pytest.Item]) -> None:
     do."""
     jobs: dict[str, list[pytest.Item]] = {}
     others: dict[str, list[pytest.Item]] = {}
-    for item in sorted(items, key=_place):
+    for item in sorted(items, key=lambda item: _place(item.path)):
         scopes = jobs if item.get_closest_marker("slurm") else others
         scopes.setdefault(item.nodeid.rpartition("::")[0], []).append(item)
     pairs = zip_longest(others.values(), jobs.values(), fillvalue=[])
     items[:] = [item for pair in pairs for scope in pair for item in scope]
 
 
-def _place(item: pytest.Item) -> int:
-    """Return the sort key of an item; equal places keep their order."""
-    layer, name = item.path.relative_to(TESTS).parts[0], item.path.name
+@cache
+def _place(path: Path) -> int:
+    """Return the sort key of a file's tests; equal places keep their order."""
+    layer, name = path.relative_to(TESTS).parts[0], path.name
     long = LONG.get(layer, ())
     if name in long:
         return long.index(name) - len(long)
