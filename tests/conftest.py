@@ -23,11 +23,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from tests.helpers import free_port as find_free_port  # noqa: E402
-from tests.proofs import PROOFS  # noqa: E402
+from tests.proofs import PROOFS, amount  # noqa: E402
 
 torch.set_num_threads(1)
 # no deadline: the first call of many functions imports, and the machine may be busy
-hypothesis.settings.register_profile("megatron_dapo", deadline=None, max_examples=50, print_blob=True)
+hypothesis.settings.register_profile("megatron_dapo", deadline=None, max_examples=amount(25, 50), print_blob=True)
 hypothesis.settings.load_profile("megatron_dapo")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.layout_runs import Layouts, assert_same, assert_same_as, cases_of, run_layouts
+from tests.distributed.layout_runs import HALF_A_STEP, Layouts, assert_same, assert_same_as, cases_of, run_layouts
 from tests.families import FAMILIES
 from tests.peft_adapters import make_adapter
 from tests.tiny_models import make_tiny
@@ -83,7 +83,8 @@ def run(folder: Path, model: Path, layouts: Layouts) -> dict[str, dict]:
         }
         for world, of_world in layouts.items()
     }
-    return run_layouts(folder, model, with_lora, reference=shutil.copytree(model, folder / "reference"))
+    reference = shutil.copytree(model, folder / "reference")
+    return run_layouts(folder, model, with_lora, reference, overrides=HALF_A_STEP)
 
 
 @pytest.fixture(scope="module")

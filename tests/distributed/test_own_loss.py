@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.layout_runs import assert_same, cases_of, run_layouts
+from tests.distributed.layout_runs import HALF_A_STEP, assert_same, cases_of, run_layouts
 from tests.distributed.test_layouts import CUTS
 from tests.tiny_models import make_tiny
 
@@ -38,7 +38,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
     shape = dict(vocab=67, layers=4, hidden=32, heads=4, kv_heads=2)
     model = make_tiny(folder / "model", "qwen3", **shape)
     reference = make_tiny(folder / "reference", "qwen3", seed=1, **shape)
-    return run_layouts(folder, model, LAYOUTS, reference)
+    return run_layouts(folder, model, LAYOUTS, reference, overrides=HALF_A_STEP)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("tp1/")])

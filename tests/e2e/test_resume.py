@@ -34,6 +34,7 @@ from megatron_dapo.storage.run_folder import RunFolder, batch_file
 from tests.e2e.scripted_trainer import NUM_FINISHED
 from tests.forked_commands import ForkedPopen
 from tests.helpers import REPOSITORY, run_torchrun
+from tests.proofs import proof
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -295,6 +296,7 @@ def is_rounded(half: torch.Tensor, full: torch.Tensor) -> bool:
     return half.dtype == torch.bfloat16 and torch.allclose(half.float(), full.float(), rtol=2**-7, atol=1e-7)
 
 
+@proof
 @pytest.mark.parametrize("whole", ["dp2"], indirect=True)
 def test_a_converted_model_is_trained_as_that_of_hugging_face_bit_for_bit(whole, inputs, tmp_path):
     """Converted by two tensor-parallel processes, trained by two data-parallel ranks;
