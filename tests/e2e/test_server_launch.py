@@ -17,6 +17,7 @@ from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.storage.server_key import read_server_key, server_key_file
 from tests.helpers import REPOSITORY, free_port
+from tests.proofs import proof
 from tests.tiny_models import make_tiny, make_tiny_classifier
 
 pytestmark = pytest.mark.e2e
@@ -57,6 +58,7 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+@proof
 def test_ctrl_c_before_the_first_step_ends_servers_and_trainer(tmp_path, overrides):
     run = start("launch.local", overrides)
     launcher, family = psutil.Process(run.pid), []

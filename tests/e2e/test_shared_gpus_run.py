@@ -22,7 +22,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.forked_local import forks, run_here
 from tests.helpers import REPOSITORY
-from tests.proofs import amount, few
+from tests.proofs import amount, few, proof
 
 pytestmark = pytest.mark.e2e
 
@@ -174,6 +174,7 @@ def test_frozen_weights_a_critic_and_a_reference_leave_the_gpu_too(more, data, t
     assert all(now["trainer", "weights"] > 0 for now in at_last.values()), "the model is saved from the GPU"
 
 
+@proof
 def test_when_the_last_server_is_lost_the_step_is_saved_and_a_second_start_goes_on(data, tmp_path):
     """Rescue and resume: the trainer's memory comes back for the save, and is restored before the
     first push."""

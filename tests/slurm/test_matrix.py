@@ -268,6 +268,7 @@ class TestItDoesNotGetToTheTrainer:
         assert job.leaves_nothing()
         cluster.on("node2", "umount", str(cluster.folder / "unseen"))
 
+    @proof
     def test_gpus_that_slurm_counts_and_torch_does_not_see_fail_the_preflight(self, cluster):
         job = cluster.submit("no-gpus", flags=("--gpus-per-node=2",))
         assert job.exit_code() == 10, job.report()

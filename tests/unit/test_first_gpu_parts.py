@@ -12,7 +12,6 @@ import pytest
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.huggingface.spec_reader import read_model_spec
 from tests.helpers import REPOSITORY, be_rank_of_another_host
-from tests.proofs import proof
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +33,6 @@ def test_smoke_imports_what_a_rank_imports():
     assert "ok imports of a trainer's rank" in said and "no GPU" in said
 
 
-@proof
 def test_a_push_arrives_byte_for_byte():
     """As in tests/distributed/test_weight_sync_group.py, by the part itself."""
     said = run("push.py", code=NEEDS_A_GPU)
