@@ -31,8 +31,8 @@ def run_layouts(
     processes runs all its layouts.
 
     REFERENCE in an override stands for the path of the reference model, OTHER(name) for that of
-    another one. overrides: of all cases. The variable LAYOUT_CASES restricts the runs to some names, for one quick
-    comparison.
+    another one. overrides: of all cases. The variable LAYOUT_CASES restricts the runs to some
+    names, for one quick comparison.
     """
     if only := os.environ.get("LAYOUT_CASES", "").split():
         layouts = restricted(layouts, only)

@@ -60,16 +60,7 @@ MODELS = {  # the sizes in the published config.json of each model
     "models/Qwen3-235B-A22B": model_json_named("qwen3-235b-a22b"),
     "models/text/Qwen3.5-9B": model_json_named("qwen3.5-9b"),
     "models/text/Qwen3.5-35B-A3B": model_json_named("qwen3.5-35b-a3b"),
-    "models/Qwen2.5-3B-Instruct": {
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "max_position_embeddings": 32768,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
+    "models/Qwen2.5-3B-Instruct": model_json_named("qwen2.5-3b"),
 }
 RECIPES_OF_GPUS = [name for name in RECIPES if load_config(CONFIGS / name, []).actor_rollout_ref.model.path in MODELS]
 ALL_FOUR_ON = {"clip_higher": True, "dynamic_sampling": True, "token_level_loss": True, "overlong_shaping": True}
