@@ -81,15 +81,16 @@ def fp8_servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 def _odd_widths(config: Config, spec: ModelSpec) -> Iterator[str]:
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
-    given = next(filter(None, (server_option(config, option) for option in _EP_OPTIONS)), "1")
-    ep = int(given) if given.isdecimal() and int(given) and tp % int(given) == 0 else 1
+    size = next(filter(None, (server_option(config, option) for option in _EP_OPTIONS)), "1")
+    ep = int(size) if size.isdecimal() and int(size) and tp % int(size) == 0 else 1
     if not (odd := odd_widths(spec, tp, tp // ep)):
         return
+    module, width = odd[0]
     divisors = [number for number in range(1, tp + 1) if tp % number == 0]
     cures = [f"add --ep-size {n} to {EXTRA_ARGS}" for n in divisors if not odd_widths(spec, tp, tp // n)][:1]
     cures += [f"set {_TP} to {n}" for n in reversed(divisors) if not odd_widths(spec, n, n)][:1]
     yield (
-        f"{QUANTIZATION} is fp8, in blocks of {BLOCK} x {BLOCK}, but {odd[0].module} is {odd[0].size} wide on each of "
+        f"{QUANTIZATION} is fp8, in blocks of {BLOCK} x {BLOCK}, but {module} is {width} wide on each of "
         f"a server's {tp} ranks ({_TP}), which is no multiple; {', or '.join([*cures, 'set quantization to null'])}."
     )
 

@@ -1,7 +1,7 @@
 """FP8 weights of servers: which tensors they hold in blocks, and what SGLang is told of them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_dapo.common.sizes import ceil_div
@@ -14,15 +14,6 @@ BLOCK = 128
 
 SCALE_ENDING = "_scale_inv"
 """Ending of the name of a tensor's scales, after the tensor's own name."""
-
-
-@dataclass(frozen=True)
-class OddWidth:
-    """A width on a rank of a server that blocks do not fill."""
-
-    module: str
-    size: int
-    of_experts: bool
 
 
 def quantization_config(spec: ModelSpec) -> dict[str, Any]:
@@ -44,21 +35,21 @@ def scales_of(served: ServedTensor) -> ServedTensor:
     return replace(served, blocks=heights, unit=unit, types=(), in_blocks=False, is_scale=True)
 
 
-def odd_widths(spec: ModelSpec, num_ranks: int, num_expert_ranks: int) -> list[OddWidth]:
-    """Return the widths on a server's ranks that are no multiples of BLOCK, and have to be: else a
+def odd_widths(spec: ModelSpec, num_ranks: int, num_expert_ranks: int) -> list[tuple[str, int]]:
+    """Return (module, width on a server's rank) that is no multiple of BLOCK, and has to be: else a
     rank's part, or a tensor below another, would begin inside a block.
 
     num_expert_ranks: ranks that share an expert.
     """
-    found = []
+    odd = []
     for row in rows_of(spec):
         if not any(row.in_layer(spec, layer) for layer in range(spec.num_layers)):
             continue
         ranks = num_expert_ranks if row.of_experts else num_ranks
         for index, module in enumerate(row.modules):
             widths = _widths(row, index, spec, ranks) if row.in_blocks(index) else ()
-            found += [OddWidth(module, width, row.of_experts) for width in widths if width % BLOCK]
-    return found
+            odd += [(module, width) for width in widths if width % BLOCK]
+    return odd
 
 
 def _widths(row: Row, index: int, spec: ModelSpec, ranks: int) -> Iterator[int]:

@@ -104,11 +104,11 @@ def test_the_servers_of_published_models_that_blocks_fit_on(name):
     alone, with_ep = FITTING[name]
     sizes = [1, 2, 4, 8, 16]
     assert [tp for tp in sizes if not odd_widths(spec, tp, tp)] == alone
-    found = []
+    layouts = []
     for tp in (2, 4, 8):
         fitting = [ep for ep in sizes if ep <= tp and not odd_widths(spec, tp, tp // ep)]
-        found += [(tp, ep) for ep in fitting[:1] if tp not in alone]
-    assert found == with_ep
+        layouts += [(tp, ep) for ep in fitting[:1] if tp not in alone]
+    assert layouts == with_ep
 
 
 @pytest.mark.parametrize(

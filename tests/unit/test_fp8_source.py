@@ -76,9 +76,7 @@ def test_the_products_of_attention_mlps_and_experts_are_sent_in_blocks_and_nothi
     sent = {spec.name: spec for spec in Fp8Source(Weights(tensors, model)).specs()}
     in_blocks = {name for name in tensors if sent[name].dtype == torch.float8_e4m3fn}
     assert {name.split(".")[-2] for name in in_blocks} == expected
-    assert in_blocks == {
-        name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in expected
-    }
+    assert in_blocks == {name for name in tensors if name.endswith(".weight") and name.split(".")[-2] in expected}
     assert sent.keys() - tensors.keys() == {f"{name}_scale_inv" for name in in_blocks}
     for name in in_blocks:
         rows, columns = tensors[name].shape
@@ -87,11 +85,11 @@ def test_the_products_of_attention_mlps_and_experts_are_sent_in_blocks_and_nothi
 
 
 def test_a_server_is_told_of_the_blocks_and_of_products_that_have_none():
-    told = quantization_config(model_spec(QWEN3_MOE))
-    assert told == {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
+    config = quantization_config(model_spec(QWEN3_MOE))
+    assert config == {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
                     "weight_block_size": [128, 128]}  # fmt: skip
-    assert quantization_config(model_spec(HYBRID)) == told | {"modules_to_not_convert": ["in_proj_b", "in_proj_a"]}
-    assert quantization_config(model_spec(NEXT)) == told | {"modules_to_not_convert": ["in_proj_ba"]}
+    assert quantization_config(model_spec(HYBRID)) == config | {"modules_to_not_convert": ["in_proj_b", "in_proj_a"]}
+    assert quantization_config(model_spec(NEXT)) == config | {"modules_to_not_convert": ["in_proj_ba"]}
 
 
 def test_whole_tensors_are_gathered_once_for_blocks_and_scales_in_the_order_asked_for():
@@ -148,9 +146,7 @@ def test_blocks_travel_with_their_scales_in_flat_buckets_however_large(kind, mod
     """gloo sends no float8; SGLang cuts a flat bucket at multiples of a number's size."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in hf_tensors(model_spec(model)).items()}
     large = "model.layers.0.self_attn.o_proj.weight"
-    specs = [
-        replace(spec, shape=(8192, 1024)) if spec.name == large else spec for spec in as_specs(tensors, model)
-    ]
+    specs = [replace(spec, shape=(8192, 1024)) if spec.name == large else spec for spec in as_specs(tensors, model)]
     source = Weights(tensors, model)
     source.specs = lambda: specs  # type: ignore[method-assign]
     plan = plan_for(torch.device(kind), Fp8Source(source).specs(), bucket_size_mb=4)

@@ -306,7 +306,7 @@ def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit
     assert server_memory(config, spec).num_tokens // longest == num_samples
 
 
-@pytestdef test_the_recipe_with_fp8_servers_is_the_same_run_with_more_samples_on_each_server():
+def test_the_recipe_with_fp8_servers_is_the_same_run_with_more_samples_on_each_server():
     plain, fp8 = (values(recipe(f"dapo_qwen3_235b_a22b{ending}.yaml").model_dump()) for ending in ("", "_fp8"))
     changes = {key.rpartition(".")[2]: (value, fp8[key]) for key, value in plain.items() if fp8[key] != value}
     extra = ["--context-length", "24576", "--chunked-prefill-size", "4096"]
@@ -319,7 +319,7 @@ def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit
     }
 
 
-.mark.parametrize("name", RECIPES_OF_GPUS)
+@pytest.mark.parametrize("name", RECIPES_OF_GPUS)
 def test_a_recipe_for_gpus_loses_few_steps_with_its_nodes(name):
     config = recipe(name)
     most = 4 if config.actor_rollout_ref.rollout.max_staleness else 2  # small ones

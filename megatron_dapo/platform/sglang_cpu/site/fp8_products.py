@@ -4,9 +4,8 @@ SGLang multiplies them on a CPU by C++ operators that need AMX. Here the weights
 stand for are made at each product, in the type of the hidden states, which are not quantized.
 """
 
-from types import SimpleNamespace
-
 import torch
+from torch.nn import functional
 
 TARGET = "sglang.srt.layers.quantization.fp8"
 BLOCK = 128
@@ -25,26 +24,34 @@ def _weights(blocks, scales):
 def multiply(original, method, layer, x, bias=None):
     """Return the product of x with a layer's blocks."""
     weight = _weights(layer.weight, layer.weight_scale_inv).to(x.dtype)
-    return torch.nn.functional.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def mix_experts(original, method, layer, dispatch_output):
-    """Return the weighted sum of a token's experts, with blocks for weights; of experts elsewhere,
-    whose number is -1 here, nothing."""
-    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    """Return the weighted sum of each token's experts; of those on other ranks, whose number is -1
+    here, nothing."""
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-    x = dispatch_output.hidden_states
-    weights = {
-        name: _weights(getattr(layer, name), getattr(layer, f"{name}_scale_inv")).to(x.dtype)
-        for name in ("w13_weight", "w2_weight")
-    }
-    chosen = dispatch_output.topk_output
-    is_here = chosen.topk_ids >= 0
-    chosen = chosen._replace(topk_weights=chosen.topk_weights * is_here, topk_ids=chosen.topk_ids * is_here)
-    plain = SimpleNamespace(num_experts=len(weights["w2_weight"]), **weights)
-    mixed = moe_forward_native(plain, x, chosen, method.moe_runner_config)
-    return StandardCombineInput(hidden_states=mixed)
+    config = method.moe_runner_config
+    if (config.activation, config.gemm1_alpha, config.apply_router_weight_on_input) != ("silu", None, False):
+        raise NotImplementedError(
+            f"SGLang's experts with FP8 blocks on a CPU are asked for {config}, but have SiLU alone."
+        )
+    x, (factors, numbers, _) = dispatch_output.hidden_states, dispatch_output.topk_output[:3]
+    mixed = torch.zeros(x.shape, dtype=factors.dtype)
+    for expert in sorted({*numbers.flatten().tolist()} - {-1}):
+        up, down = (
+            _weights(blocks[expert], scales[expert]).to(x.dtype)
+            for blocks, scales in (
+                (layer.w13_weight, layer.w13_weight_scale_inv),
+                (layer.w2_weight, layer.w2_weight_scale_inv),
+            )
+        )
+        tokens, places = (numbers == expert).nonzero(as_tuple=True)
+        gate, linear = functional.linear(x[tokens], up).chunk(2, dim=-1)
+        outputs = functional.linear(functional.silu(gate) * linear, down)
+        mixed.index_add_(0, tokens, factors[tokens, places, None] * outputs)
+    return StandardCombineInput(hidden_states=mixed.to(x.dtype))
 
 
 def as_weights(original, blocks, scales, block_size):
