@@ -33,7 +33,8 @@ PROMPT = [5, 6, 7, 9, 20]
 NUM_TOKENS = 24
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
 SERVER = "actor_rollout_ref.rollout.server"
-PUSH = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=10_000)
+INFINITE = 10**42  # a version whose weights overflow float32
+PUSH: dict = dict(bucket_size_mb=1, timeout_s=60, verify=True, verify_num_tensors=10_000)
 # whole blocks on each rank: heads of 64, or of 128 with two ranks
 SHAPE = dict(vocab=65, layers=2, hidden=128, more=dict(head_dim=64, moe_intermediate_size=128))
 NOT_IN_BLOCKS = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "in_proj_b.", "in_proj_a.", "in_proj_ba.", "conv1d")
@@ -114,6 +115,9 @@ def test_servers_compute_with_the_blocks_of_each_push_also_one_that_died_in_a_pu
                 folder = tmp_path / f"{version}_{number}"
                 folder.mkdir()
                 check(generate(servers, number), model_path, version, folder)
+        # the source rank goes on gathering with its peer, and both raise at once
+        for error, seconds in trainer.order(INFINITE):
+            assert "holds NaN or infinity" in error and seconds < PUSH["timeout_s"] / 4
 
 
 FORMS: dict[str, tuple[str, Mapping[str, object], list[str]]] = {
