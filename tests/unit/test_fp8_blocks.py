@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_dapo.weight_sync.fp8_blocks import SMALLEST_SCALE, dequantized, quantized, squares
 from tests import fp8_oracle
 from tests.proofs import amount, proof
+from tests.sglang_cpu_cases import in_server_process
 
 pytestmark = pytest.mark.unit
 
@@ -66,14 +67,22 @@ def test_transformers_reads_the_blocks_as_we_do():
     assert torch.equal(read, dequantized(values, scales))
 
 
+READ_BY_SGLANG = """
+import torch
+from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+from megatron_dapo.weight_sync.fp8_blocks import dequantized, quantized
+
+for rows, columns in ((256, 384), (130, 128), (576, 256)):
+    values, scales = quantized(torch.randn(rows, columns))
+    read = block_quant_dequant(values, scales, [128, 128], torch.float32)
+    print(torch.equal(read, dequantized(values, scales)))
+"""
+
+
 @proof
 def test_sglang_reads_the_blocks_as_we_do():
-    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
-
-    for rows, columns in ((256, 384), (130, 128), (576, 256)):
-        values, scales = quantized(torch.randn(rows, columns, generator=torch.Generator().manual_seed(2)))
-        read = block_quant_dequant(values, scales, [128, 128], torch.float32)
-        assert torch.equal(read, dequantized(values, scales))
+    done = in_server_process(READ_BY_SGLANG)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 def test_a_rank_with_whole_blocks_has_the_blocks_of_the_whole_and_another_one_has_not():
