@@ -22,6 +22,8 @@ from megatron_dapo.storage.lease import LeaseFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
 from megatron_dapo.training.parked import Parked, Role
+from megatron_dapo.weight_sync.buckets import Source
+from megatron_dapo.weight_sync.fp8_source import Fp8Source, relative_error
 from megatron_dapo.weight_sync.handle_push import HandlePush
 from megatron_dapo.weight_sync.handles import places
 from megatron_dapo.weight_sync.push import NothingPushed, SyncReport, reserve_s
@@ -71,11 +73,12 @@ class OwnGpus:
         self._run = run
         self._phase = phase
         self._weights: WeightSync | None = None
+        self._fp8_error: Callable[[], float | None] = lambda: None  # of the last push
 
     def hold(self, source: WeightSource, roles: Sequence[Role | None]) -> None:
         if uses_servers(self._config):
             self._weights = WeightSync(
-                source,
+                self._as_served(source),
                 ServerList.of_config(self._config.actor_rollout_ref.rollout).read_or_keep,
                 _connect(self._config),
                 self._layout,
@@ -89,7 +92,18 @@ class OwnGpus:
         pass
 
     def push(self, version: int) -> SyncReport | NothingPushed:
-        return NothingPushed() if self._weights is None else self._weights.push(version)
+        if self._weights is None:
+            return NothingPushed()
+        return replace(self._weights.push(version), fp8_error=self._fp8_error())
+
+    def _as_served(self, source: WeightSource) -> Source:
+        """Return the weights in the servers' form."""
+        if self._config.actor_rollout_ref.rollout.quantization is None:
+            return source
+        blocks = Fp8Source(source)
+        agreement = Agreement.of_all_ranks(self._config.weight_sync.timeout_s, WeightSyncError)
+        self._fp8_error = lambda: relative_error(agreement.all("error of FP8 blocks", blocks.squares))
+        return blocks
 
     def close(self) -> None:
         if self._weights is not None:

@@ -80,15 +80,21 @@ def _group_size(config: Config) -> Iterator[str]:
     )
 
 
-def staleness(config: Config) -> Iterator[str]:
-    """Refuse samples of earlier weights without a correction: their log-probs would count as old
-    ones. A veto by itself is no correction: nearly all samples pass it unchanged."""
-    max_staleness = config.actor_rollout_ref.rollout.max_staleness
+def is_corrected(config: Config) -> bool:
+    """Return whether the loss knows the servers' log-probs. A veto by itself is no correction:
+    nearly all samples pass it unchanged."""
     correction = config.algorithm.rollout_correction
     # the function gets rollout_log_probs
     corrects_itself = config.actor_rollout_ref.actor.loss_function is not None
-    is_corrected = correction.rollout_is != "none" or correction.bypass_mode or correction.rollout_rs != "none"
-    if max_staleness and not corrects_itself and not is_corrected:
+    corrects = correction.rollout_is != "none" or correction.bypass_mode or correction.rollout_rs != "none"
+    return corrects or corrects_itself
+
+
+def staleness(config: Config) -> Iterator[str]:
+    """Refuse samples of earlier weights without a correction: their log-probs would count as old
+    ones."""
+    max_staleness = config.actor_rollout_ref.rollout.max_staleness
+    if max_staleness and not is_corrected(config):
         yield (
             f"{ROLLOUT}.max_staleness is {max_staleness}, but {CORRECTION}.rollout_is is none, so that groups of "
             f"earlier weights would be trained on as if the current ones had written them; set rollout_is to token, or "

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from megatron_dapo.checks.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.checks.colocated_checks import COLOCATED_CHECKS
 from megatron_dapo.checks.correction_checks import CORRECTION_CHECKS
+from megatron_dapo.checks.fp8_server_checks import FP8_SERVER_CHECKS
 from megatron_dapo.checks.length_checks import fits_longest_sample, longest_in_words
 from megatron_dapo.checks.lora_checks import LORA_CHECKS
 from megatron_dapo.checks.megatron_checks import MEGATRON_CHECKS
@@ -356,6 +357,7 @@ CHECKS = (
     *CORRECTION_CHECKS,
     *ROLLOUT_CHECKS,
     *COLOCATED_CHECKS,
+    *FP8_SERVER_CHECKS,
     mixture,
     pass_rate,
     _mixture_with_replay,

@@ -5,7 +5,7 @@
 
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
@@ -194,19 +194,27 @@ def _server_nodes(config: Config) -> Iterator[str]:
         )
 
 
-def extra_args(config: Config) -> Iterator[str]:
+def given_options(config: Config, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (option of `extra_args`, one of these names that it stands for): SGLang takes an
+    option's beginning for the whole of it."""
     arguments = config.actor_rollout_ref.rollout.server.extra_args
-    options = dict.fromkeys(argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
-    for option in options:
-        # SGLang takes an option's beginning for the whole of it
-        whole = next((name for name in REFUSED_OPTIONS if len(option) > 2 and name.startswith(option)), None)
+    for option in dict.fromkeys(argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
+        whole = next((name for name in names if len(option) > 2 and name.startswith(option)), None)
         if whole is not None:
-            said = option if whole == option else f"{option}, which may stand for {whole}"
-            yield f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}."
-    if "--quantization" in options and server_option(config, "--load-format") != "flash_rl":
+            yield option, whole
+
+
+def extra_args(config: Config) -> Iterator[str]:
+    for option, whole in given_options(config, REFUSED_OPTIONS):
+        said = option if whole == option else f"{option}, which may stand for {whole}"
+        yield f"{EXTRA_ARGS} has {said}: {REFUSED_OPTIONS[whole]}."
+    quantization = server_option(config, "--quantization")
+    is_own = config.actor_rollout_ref.rollout.quantization is not None  # checks/fp8_server_checks.py
+    if quantization is not None and not is_own and server_option(config, "--load-format") != "flash_rl":
         yield (
-            f"{EXTRA_ARGS} has --quantization {server_option(config, '--quantization')}, whose parameters cannot take "
-            f"the trainer's bfloat16 weights; add --load-format flash_rl (dense Qwen2 and Qwen3), or leave it out."
+            f"{EXTRA_ARGS} has --quantization {quantization}, whose parameters cannot take the trainer's bfloat16 "
+            f"weights; add --load-format flash_rl (dense Qwen2 and Qwen3), set {ROLLOUT}.quantization to fp8 in its "
+            f"place (mixtures), or leave it out."
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_dapo.checks.config_checks import CHECKS, SHARED_CHECKS
 from megatron_dapo.checks.critic_checks import CRITIC_CHECKS, own_model
+from megatron_dapo.checks.fp8_server_checks import fp8_servers
 from megatron_dapo.checks.known_mistakes import Check, known_mistakes
 from megatron_dapo.checks.machine_checks import EVALUATION_CHECKS, MACHINE_CHECKS
 from megatron_dapo.checks.model_checks import MODEL_CHECKS, positions, read_model_json, read_model_specs, servers
@@ -89,7 +90,7 @@ def _mistakes(
     """Yield the mistakes of a config. overridden: keys from the command line."""
     yield from _mistakes_of_kind(config, overridden)
     if model_json is not None:
-        yield from known_mistakes((*MODEL_CHECKS, own_model), config, model_json)
+        yield from known_mistakes((*MODEL_CHECKS, own_model, fp8_servers), config, model_json)
     if check_files:
         yield from known_mistakes(MACHINE_CHECKS, config)
     yield from known_mistakes([_processes], config, num_processes)

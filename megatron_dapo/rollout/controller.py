@@ -47,7 +47,7 @@ from megatron_dapo.rollout.held_out_evaluation import Validation
 from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
-from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates
+from megatron_dapo.servers.server_versions import require_deterministic, require_fp8_weights, require_in_flight_updates
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -116,6 +116,8 @@ class Controller:
             await require_in_flight_updates([server.client for server in self._servers.servers])
         if self._rollout.deterministic:
             await require_deterministic([server.client for server in self._servers.servers])
+        if self._rollout.quantization == "fp8":
+            await require_fp8_weights([server.client for server in self._servers.servers])
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:

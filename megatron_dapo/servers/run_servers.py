@@ -140,7 +140,7 @@ def _of_reward_model(config: Config) -> Config:
         max_restarts=own.max_restarts,
     )
     sections = config.actor_rollout_ref
-    rollout = sections.rollout.model_copy(update={"server": server})
+    rollout = sections.rollout.model_copy(update={"server": server, "quantization": None})
     served = sections.model.model_copy(update={"path": str(folder)})
     actor = sections.actor.model_copy(update={"router_replay": "off"})
     # it has GPUs of its own

@@ -1,17 +1,21 @@
 """The command line and the variables of an SGLang server, and its GPUs."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dapo.checks.fp8_server_checks import gpu_faults
 from megatron_dapo.checks.model_checks import has_stacked_experts, model_json_of, read_model_specs
 from megatron_dapo.common.child_environment import COMMON, places_to_write
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import replays_servers_experts, shares_gpus
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.server_memory import server_share
+from megatron_dapo.huggingface.fp8_form import quantization_config
+from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
@@ -64,10 +68,15 @@ def sglang_command(config: Config, host: str, port: int, gpus: list[str]) -> Ser
         # else a GPU server keeps the shared expert as one more of the others, under names outside
         # the comparison
         arguments.append("--disable-shared-experts-fusion")
-    # only the trainer reads such weights; its first push comes before the first sample
-    if model.megatron:
+    if rollout.quantization == "fp8":
+        override = {"quantization_config": quantization_config(model_spec(model_json))}
+        arguments += ("--json-model-override-args", json.dumps(override))
+    # only the trainer reads or quantizes such weights; its first push comes before the first sample
+    if model.megatron or rollout.quantization:
         arguments += ("--load-format", "dummy")
     if is_gpu():
+        if rollout.quantization == "fp8" and (faults := list(gpu_faults(gpus))):
+            raise UserError(faults)
         environment = nccl.ENVIRONMENT | dict(os.environ) | {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # else logits are rounded to bfloat16 before the softmax: 7e-3 off on average, 5e-2 at most,
         # per log-prob

@@ -40,3 +40,17 @@ async def require_deterministic(clients: Sequence[SGLangClient]) -> None:
                 f"actor_rollout_ref.rollout.deterministic is true, but server {client.url} samples at random; start it "
                 f"with --enable-deterministic-inference, or set the key to false."
             )
+
+
+async def require_fp8_weights(clients: Sequence[SGLangClient]) -> None:
+    """Raise UserError naming a server that was not started for FP8 blocks: it would take them for
+    weights.
+
+    Raise ServerError for a server without an answer.
+    """
+    for client in clients:
+        if "weight_block_size" not in str((await client.server_info()).get("json_model_override_args")):
+            raise UserError(
+                f"actor_rollout_ref.rollout.quantization is fp8, but server {client.url} was not started for it; start "
+                f"it by `python -m launch.sglang_server` with the run's config, or set the key to null."
+            )

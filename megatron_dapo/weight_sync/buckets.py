@@ -90,19 +90,19 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int, flat_tensor_byt
     """Put every tensor in exactly one bucket; a bucket holds at most bucket_bytes unless it is a
     single larger tensor.
 
-    Tensors of at most flat_tensor_bytes share flat buckets. There wide dtypes come first, since the
-    server cuts the buffer at multiples of the item size. Otherwise the order is that of specs.
-    Linked tensors (`TensorSpec.with_previous`), which have one dtype, count as one.
+    Tensors of at most flat_tensor_bytes share flat buckets, and so do larger ones of float8, which
+    gloo does not send. In a flat bucket wide dtypes come first, since the server cuts the buffer at
+    multiples of the item size. Otherwise the order is that of specs. Linked tensors
+    (`TensorSpec.with_previous`) count as one.
     """
     flat_limit = min(flat_tensor_bytes, bucket_bytes)
     units = _units(specs)
-    small = sorted((unit for unit in units if _sum_bytes(unit) <= flat_limit), key=lambda unit: -unit[0].dtype.itemsize)
-    large = (unit for unit in units if _sum_bytes(unit) > flat_limit)
+    flat = [unit for unit in units if _is_flat(unit, flat_limit)]
+    single = [unit for unit in units if not _is_flat(unit, flat_limit)]
     return Plan(
-        tuple(
-            Bucket(group, flat)
-            for flat, units_of_kind in ((True, small), (False, large))
-            for group in _fill(units_of_kind, bucket_bytes)
+        (
+            *(Bucket(_wide_first(group), flat=True) for group in _fill(flat, bucket_bytes)),
+            *(Bucket(group, flat=False) for group in _fill(single, bucket_bytes)),
         )
     )
 
@@ -130,6 +130,14 @@ def _units(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
         else:
             units.append([spec])
     return units
+
+
+def _is_flat(unit: Sequence[TensorSpec], flat_limit: int) -> bool:
+    return _sum_bytes(unit) <= flat_limit or any(spec.dtype == torch.float8_e4m3fn for spec in unit)
+
+
+def _wide_first(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    return tuple(sorted(specs, key=lambda spec: -spec.dtype.itemsize))
 
 
 def _sum_bytes(specs: Iterable[TensorSpec]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_dapo.huggingface.model_tensors import ServedTensor
 from megatron_dapo.huggingface.weight_rows import EMBEDDING, LM_HEAD
 from megatron_dapo.models.safetensors_files import TensorSpec
+from megatron_dapo.weight_sync.fp8_blocks import dequantized
 
 VOCABULARY = (EMBEDDING, LM_HEAD)
 VOCABULARY_MULTIPLE = 64
@@ -28,7 +29,11 @@ def server_parameters(specs: Iterable[TensorSpec]) -> dict[str, tuple[TensorSpec
     parameters: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         parameters.setdefault(_served(spec).parameter, []).append(_in_type(spec, 0))
-    return {name: tuple(sorted(members, key=lambda spec: _served(spec).place)) for name, members in parameters.items()}
+    return {name: tuple(sorted(members, key=_place)) for name, members in parameters.items()}
+
+
+def _place(spec: TensorSpec) -> tuple[tuple[int, int], bool]:
+    return _served(spec).place, _served(spec).is_scale
 
 
 def _served(spec: TensorSpec) -> ServedTensor:
@@ -43,11 +48,19 @@ def _in_type(spec: TensorSpec, choice: int) -> TensorSpec:
 
 def server_tensor(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
     """Return the parameter that rank tp_rank of a server with tp_size ranks holds, from the full
-    tensors it is made of."""
-    slices = [
-        _slice(spec, tensor.to(spec.dtype), tp_rank, tp_size) for spec, tensor in zip(specs, tensors, strict=True)
-    ]
-    return _joined(slices)
+    tensors it is made of.
+
+    FP8 blocks with their scales count as the bfloat16 weights they stand for: of these SGLang makes
+    its checksum.
+    """
+    held: list[Tensor] = []
+    for spec, tensor in zip(specs, tensors, strict=True):
+        part = _slice(spec, tensor.to(spec.dtype), tp_rank, tp_size)
+        if _served(spec).is_scale:
+            held[-1] = dequantized(held[-1], part).bfloat16()
+        else:
+            held.append(part)
+    return _joined(held)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -41,14 +41,18 @@ class SyncReport:
     """On shared GPUs, of a rank's memory to the host and back, since the last push."""
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     """On shared GPUs, of rank 0's: used with servers asleep, kept by the parked trainer."""
+    fp8_error: float | None = None
+    """Of weights sent as FP8 blocks, relative: see `fp8_source.relative_error`."""
 
     def metrics(self, num_rejoins: int) -> dict[str, float]:
         """Return seconds per phase, how many servers have the weights, how many joined again
-        (num_rejoins), and gigabytes moved."""
+        (num_rejoins), gigabytes moved, and the error of FP8 blocks."""
         servers = {"weight_sync/num_servers": float(self.num_servers), "weight_sync/num_rejoins": float(num_rejoins)}
         moved = {"weight_sync/moved_gb": self.moved_bytes / 1e9} if self.moved_bytes else {}
         held = {f"weight_sync/{name}_gb": number / 1e9 for name, number in self.held_bytes.items()}
-        return {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()} | servers | moved | held
+        error = {} if self.fp8_error is None else {"weight_sync/fp8_relative_error": self.fp8_error}
+        seconds = {f"weight_sync/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+        return seconds | servers | moved | held | error
 
 
 class NothingPushed:

@@ -207,13 +207,13 @@ class StageSource(_Comparer):
         in_flight: deque[Transfer] = deque()
         num_buckets = len(self._plan.buckets)
         for index, bucket in enumerate(self._plan.buckets):
-            tensors = self._source.gather(list(bucket.specs))
-            if failure is not None:  # goes on gathering: its peers are in the same collectives
-                continue
-            watch.lap("gather")
             what = f"send (stage {stage}, bucket {index + 1} of {num_buckets})"
             is_last = stage == self._num_stages - 1 and index == num_buckets - 1
             try:
+                tensors = self._source.gather(list(bucket.specs))
+                if failure is not None:  # goes on gathering: its peers are in the same collectives
+                    continue
+                watch.lap("gather")
                 self._settle(in_flight, BUCKETS_IN_FLIGHT - 1, deadline)  # frees a buffer
                 watch.lap("send")
                 payload = self._sender.pack(index, bucket, whole(tensors))
@@ -222,7 +222,7 @@ class StageSource(_Comparer):
                     self._settle(in_flight, 0, deadline)
                 in_flight.append(self._sender.start(what, bucket, payload, version, is_last, deadline))
             except WeightSyncError as error:
-                failure = error
+                failure = failure or error
             watch.lap("send")
         if failure is not None:
             raise failure

@@ -28,6 +28,7 @@ from megatron_dapo.servers.client import SGLangClient
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import given_server_key
+from megatron_dapo.weight_sync.fp8_source import Fp8Source
 from megatron_dapo.weight_sync.sync import WeightSync
 from tests.distributed.weight_sync_world import serve_orders
 
@@ -158,9 +159,10 @@ def rank_main(
     deadly: dict[str, tuple[int, int]],
     config: dict,
     adapter: tuple[str, LoraSettings] | None = None,
+    in_blocks: bool = False,
 ) -> None:
     """sizes: of the layout. servers: overrides that name them. deadly: URL -> (process, the update
-    during its kill). adapter: a PEFT folder, pushed merged at every version."""
+    during its kill). adapter: a PEFT folder, pushed merged at every version. in_blocks: as FP8."""
     model, layout, set_version = _built(rank, port, world_size, sizes, path, adapter)
 
     def open_sync(**changes: object) -> WeightSync:
@@ -172,7 +174,7 @@ def rank_main(
 
         source, keys = WeightSource(model, layout), WeightSyncConfig(**(config | changes))
         return WeightSync(
-            source,
+            Fp8Source(source) if in_blocks else source,
             ServerList.of_config(server_config.actor_rollout_ref.rollout).read_or_keep,
             connect,
             layout,

@@ -146,8 +146,8 @@ def test_it_starts_servers_if_none_is_named_and_ends_them(folder, monkeypatch):
     assert len(pids) == 2 and not any(psutil.pid_exists(int(pid)) for pid in pids)
 
 
-def test_an_evaluation_ignores_shared_gpus(folder, monkeypatch):
-    """Its servers have no trainer beside them, and follow no run's lease."""
+def test_an_evaluation_ignores_shared_gpus_and_fp8_weights(folder, monkeypatch):
+    """Its servers have no trainer beside them, follow no run's lease, and read the checkpoint."""
     configs = []
 
     def stand_in(config, host, port, gpus):
@@ -156,8 +156,10 @@ def test_an_evaluation_ignores_shared_gpus(folder, monkeypatch):
 
     monkeypatch.setattr(supervisor, "sglang_command", stand_in)
     LeaseFolder(RunFolder(folder / "out").lease).write(Holder.TRAINER)
-    assert main(command(folder, None, "actor_rollout_ref.hybrid_engine=true", f"{ROLLOUT}.server.num_servers=2")) == 0
+    keys = ["actor_rollout_ref.hybrid_engine=true", f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.server.num_servers=2"]
+    assert main(command(folder, None, *keys)) == 0
     assert len(kept(folder)) == 12 and not any(shares_gpus(config) for config in configs)
+    assert {config.actor_rollout_ref.rollout.quantization for config in configs} == {None}
 
 
 def test_two_servers_answer_and_must_hold_the_same_weights(folder, capsys):

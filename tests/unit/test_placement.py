@@ -13,6 +13,7 @@ from megatron_dapo.platform.agreement import Agreement, SingleRank
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.weight_sync.push import SyncReport
 from megatron_dapo.weight_sync.weight_sync_error import WeightSyncError
+from tests.unit.test_fp8_source import MIXTURE, Weights, weights_of
 
 pytestmark = pytest.mark.unit
 
@@ -121,6 +122,32 @@ def test_without_the_key_nothing_moves(tmp_path):
     assert isinstance(own, OwnGpus) and not own.saves_first
     own.to_trainer()
     assert own.push(1).metrics(0) == {}
+
+
+@pytest.mark.parametrize("key", ["null", "fp8"])
+def test_weights_go_in_the_servers_form_and_the_error_of_blocks_is_a_metric(tmp_path, monkeypatch, key):
+    source = Weights(weights_of(MIXTURE), MIXTURE)
+    sent = []
+
+    class Sync:
+        def __init__(self, form, *_, **__) -> None:
+            self._form = form
+
+        def push(self, version: int) -> SyncReport:
+            sent.append({spec.name for spec in self._form.specs()})
+            self._form.gather(self._form.specs())
+            return SyncReport(version, {}, 0, 0, 0, 1, 0, False, 0)
+
+    monkeypatch.setattr(Agreement, "of_all_ranks", lambda timeout_s, error: SingleRank(error))
+    monkeypatch.setattr(placement, "WeightSync", Sync)
+    config = load_config(None, [f"actor_rollout_ref.rollout.quantization={key}", f"trainer.run_dir={tmp_path}"])
+    own = start_placement(config, None, RunFolder(tmp_path), lambda phase: nullcontext())
+    own.hold(source, [])
+    error = own.push(1).metrics(0).get("weight_sync/fp8_relative_error")
+    has_blocks = key == "fp8"
+    assert any(name.endswith(".weight_scale_inv") for name in sent[0]) == has_blocks
+    # normal numbers in steps of 2^-4 to 2^-3: the root mean square of a uniform error
+    assert (error is not None and 0.02 < error < 0.04) if has_blocks else error is None
 
 
 def test_a_run_from_before_the_keys_goes_on_with_or_without_shared_gpus():

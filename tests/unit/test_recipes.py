@@ -306,6 +306,19 @@ def test_the_recipes_of_mixtures_have_the_algorithm_of_the_reference_run_and_fit
     assert server_memory(config, spec).num_tokens // longest == num_samples
 
 
+def test_the_recipe_with_fp8_servers_is_the_same_run_with_more_samples_on_each_server():
+    plain, fp8 = (values(recipe(f"dapo_qwen3_235b_a22b{ending}.yaml").model_dump()) for ending in ("", "_fp8"))
+    changes = {key.rpartition(".")[2]: (value, fp8[key]) for key, value in plain.items() if fp8[key] != value}
+    extra = ["--context-length", "24576", "--chunked-prefill-size", "4096"]
+    assert changes == {
+        "quantization": (None, "fp8"),
+        "max_concurrency": (64, 192),
+        "max_running_requests": (64, 192),
+        "extra_args": (extra, [*extra, "--ep-size", "2"]),
+        "experiment_name": ("dapo_qwen3_235b_a22b", "dapo_qwen3_235b_a22b_fp8"),
+    }
+
+
 @pytest.mark.parametrize("name", RECIPES_OF_GPUS)
 def test_a_recipe_for_gpus_loses_few_steps_with_its_nodes(name):
     config = recipe(name)

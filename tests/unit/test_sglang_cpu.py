@@ -220,6 +220,7 @@ def test_a_server_forks_its_processes_only_while_it_has_one_thread(monkeypatch):
         "batched_decode",
         "batched_extend",
         "forked_processes",
+        "fp8_products",
         "gated_delta_net",
         "prompt_end",
         "sleep_when_paused",

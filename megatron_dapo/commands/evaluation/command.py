@@ -277,8 +277,9 @@ def _config_of(arguments: argparse.Namespace, overrides: Sequence[str]) -> Confi
         named.append(f"{_ROLLOUT}.server_urls={json.dumps(arguments.server)}")
     config = load_for_evaluation(path, [*_RESET, *named, "trainer.run_dir=null", *overrides])
     output = arguments.output or _default_output(config)
-    # nothing trains beside it: its servers have all GPUs to themselves
-    config = _with(config, "actor_rollout_ref", hybrid_engine=False)
+    # nothing trains beside it: its servers have all GPUs to themselves, and read the checkpoint as it is
+    rollout = config.actor_rollout_ref.rollout.model_copy(update={"quantization": None})
+    config = _with(config, "actor_rollout_ref", hybrid_engine=False, rollout=rollout)
     return _with(config, "trainer", run_dir=str(output))
 
 

@@ -255,6 +255,9 @@ class RolloutConfig(Section):
     """File (mode 600) with the key that the servers demand; null = servers given by URL are asked without one, and our
     own demand a random one of the run."""
     server: MayChangeOnResume[ServerConfig] = ServerConfig()
+    quantization: Literal["fp8"] | None = None
+    """fp8: servers of a mixture hold the weights of attention, MLPs and experts in FP8, half the memory, quantized anew
+    for each push (docs/servers.md); needs `algorithm.rollout_correction`. null = they hold the trainer's type."""
     max_staleness: NonNegativeInt = 0
     """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = trainer and
     servers take turns, and each step is trained on what its own weights wrote; above 0 servers go on while the trainer

@@ -17,6 +17,7 @@ All of it is in `site/`, first on the PYTHONPATH of the server's processes only:
     batched_extend (plug-in)          the same for prompts: a call per request and layer
     forked_processes (plug-in)        CUDA needs spawned processes, which import everything again:
                                         a start then takes 28 s of CPU, forked 10
+    fp8_products (plug-in)            SGLang has products with FP8 blocks for GPUs and CPUs with AMX
     gated_delta_net (plug-in), and    SGLang has this layer for GPUs and CPUs with AMX; its other CPUs
       sgl_kernel.mamba                  lack its operators
     host_memory (plug-in)             the routers' choice of experts is kept in memory registered
