@@ -48,9 +48,7 @@ class ServerFailure(RuntimeError):
 class ServerStart:
     """One start of a server: its process, its files outside the run folder, and its later watch."""
 
-    def __init__(
-        self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float = math.inf
-    ) -> None:
+    def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float = math.inf) -> None:
         self._started = time.monotonic()
         self.deadline = self._started + startup_timeout_s
         self.files = ServerFiles(command.environment)

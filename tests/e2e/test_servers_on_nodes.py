@@ -18,7 +18,9 @@ from examples.arithmetic.problems import BASE, write_files
 from launch.local import main
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.servers.run_servers import RunServers
+from megatron_dapo.servers.server_health import UNAVAILABLE, HealthCheck, health_status
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.storage.server_key import key_header, read_server_key
 from megatron_dapo.telemetry.closing_table import read_metrics
 from tests.e2e.test_shared_gpus_run import seen_servers
 from tests.forked_local import run_here
@@ -29,8 +31,8 @@ pytestmark = pytest.mark.e2e
 
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 SERVER = "actor_rollout_ref.rollout.server"
-JOINS = "init custom process group"
-"""A server's word at the beginning of a push."""
+MAX_STEPS = 60
+"""Of a run with kills, which is stopped a step after the last one."""
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +90,7 @@ class Killer(threading.Thread):
         for kill in self._kills:
             self._wait(lambda least=num_steps: self._are_all_served(least))
             if kill.in_push:
-                log = self._run.log(f"server-{kill.server}")
-                joined = log.read_text(errors="replace").count(JOINS)
-                self._wait(lambda log=log, joined=joined: log.read_text(errors="replace").count(JOINS) > joined)
+                self._wait(lambda number=kill.server: self._is_paused(number))
             if self.over.is_set():
                 return
             os.kill(self._servers[0].pids()[kill.rank * self._num_servers + kill.server], signal.SIGKILL)
@@ -104,9 +104,14 @@ class Killer(threading.Thread):
         steps = trained(self._run)
         return len(steps) > num_steps and steps[-1]["weight_sync/num_servers"] == self._num_servers
 
+    def _is_paused(self, number: int) -> bool:
+        """Whether a push has begun at a server at work."""
+        headers = key_header(read_server_key(self._servers[0].key_file))
+        return health_status(self._servers[0].urls[number], HealthCheck.TAKES_REQUESTS, headers, 1.0) == UNAVAILABLE
+
     def _wait(self, condition: Callable[[], bool]) -> None:
         while not self.over.is_set() and not condition():
-            time.sleep(0.02)
+            time.sleep(0.01)
 
 
 def run_with_kills(prompts: Path, run: RunFolder, kills: Sequence[Kill], num_servers: int = 1) -> list[dict]:
@@ -115,7 +120,7 @@ def run_with_kills(prompts: Path, run: RunFolder, kills: Sequence[Kill], num_ser
         killer = Killer(run, made, num_servers, kills)
         killer.start()
         try:
-            code = main([*DEMO, *keys(prompts, run, 1000, num_servers)])
+            code = main([*DEMO, *keys(prompts, run, MAX_STEPS, num_servers)])
         finally:
             killer.over.set()
             killer.join()

@@ -439,4 +439,3 @@ def test_an_agreement_without_one_of_its_rules_is_caught(monkeypatch, mutant):
         monkeypatch.setattr(*mutant)
     with pytest.raises(AssertionError) if mutant else nullcontext():
         check_events(EVENTFUL)
-

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megatron_dapo.common.exit_codes import exit_phrase
 from megatron_dapo.common.log_lines import last_error
+from megatron_dapo.servers.child_process import TAIL_PREFIX
 from megatron_dapo.servers.server_command import ServerCommand
 from megatron_dapo.servers.several_nodes.start_orders import NO_PROCESS, FollowedOrders
 from megatron_dapo.servers.supervisor import ServerStart
@@ -69,7 +70,7 @@ class Follower:
             log.info("%s starts (pid %d, log %s)", self.name, self._current.process.pid, self._log_file)
 
     def _report(self, current: ServerStart, end: str) -> None:
-        error = last_error(current.process.log_tail().splitlines())
+        error = last_error([line.removeprefix(TAIL_PREFIX) for line in current.process.log_tail().splitlines()])
         words = f"{self.name} {end}{f' ({error})' if error else ''}; its log is {self._log_file}"
         log.error("%s", words)
         self._is_reported = self._orders.report(str(self._obeyed), words)

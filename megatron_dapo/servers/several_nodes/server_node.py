@@ -32,9 +32,7 @@ class ServerNode:
         words += ["--dist-init-addr", self.addresses[number]]
         # else SGLang publishes messages for the other nodes on the address of the default route
         host = {"SGLANG_HOST_IP": self.own_address} if self.own_address and "HOST_IP" not in os.environ else {}
-        return replace(
-            of_one_node, command=(*of_one_node.command, *words), environment=host | of_one_node.environment
-        )
+        return replace(of_one_node, command=(*of_one_node.command, *words), environment=host | of_one_node.environment)
 
 
 ONE_NODE = ServerNode()
