@@ -46,9 +46,11 @@ def checked_config(path: str | None, overrides: list[str], check_files: bool = T
     return load_and_validate(path, overrides, check_files=check_files)
 
 
-def forget_lease(run: RunFolder) -> None:
-    """Remove the lease and the accounts of shared GPUs of a run's earlier start."""
+def forget_last_start(run: RunFolder) -> None:
+    """Remove the agreements of a run's earlier start: the lease and the accounts of shared GPUs, and
+    the starts of servers over several nodes."""
     remove_folder(run.lease)
+    remove_folder(run.server_starts)
     remove_folder(run.ledger)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from launch.command_line import (
     STOP_SIGNALS,
     checked_config,
-    forget_lease,
+    forget_last_start,
     parse,
     parser,
     require_free_gpus,
@@ -98,7 +98,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     _wait_for_folder(run)
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
-    forget_lease(run)
+    forget_last_start(run)
     if shares_gpus(config):
         run.ledger.mkdir()
     folder = EndFolder(run.ends, start=secrets.token_hex(8))

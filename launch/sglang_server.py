@@ -2,7 +2,7 @@
 it is stopped.
 
 python -m launch.sglang_server --config FILE [--serve WHICH] [--first-port N] [--log-dir DIR]
-[--node NAME] [key=value]
+[--node NAME] [--server-nodes A,B,...] [--meeting-port N] [key=value]
 """
 
 import logging
@@ -20,6 +20,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CO
 from megatron_dapo.common.signals import StopSignals
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.servers.several_nodes.server_node import NodeGroup
 from megatron_dapo.storage.run_folder import RunFolder, make_folder
 
 log = logging.getLogger("launch")
@@ -51,11 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options_parser.add_argument(
         "--node", metavar="NAME", help="the log files are server-NAME-N.log; our own messages go only to the terminal"
     )
+    options_parser.add_argument(
+        "--server-nodes",
+        metavar="A,B,...",
+        help="the nodes of each server, its leader first, --node among them; else all of a server is here",
+    )
+    options_parser.add_argument(
+        "--meeting-port", type=int, metavar="N", help="of the leader, from which on the processes of its servers meet"
+    )
     arguments, overrides = parse(options_parser, argv)
     ends.begin(supervisor_name(arguments.node), ends.own_folder())
     try:
         config = checked_config(arguments.config, overrides, check_files=False)
-        return serve(config, arguments.log_dir, arguments.first_port, arguments.node, arguments.serve)
+        names, port = arguments.server_nodes, arguments.meeting_port
+        group = NodeGroup.of(config, names.split(","), arguments.node, port) if names else None
+        return serve(config, arguments.log_dir, arguments.first_port, arguments.node, arguments.serve, group)
     except UserError as error:
         ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         print(error.report(), file=sys.stderr)
@@ -70,11 +81,14 @@ def serve(
     first_port: int | None = None,
     node: str | None = None,
     which: str = "rollout",
+    group: NodeGroup | None = None,
 ) -> int:
     """Start and supervise the servers until a stop signal; prints one URL per line when all of them
     are healthy.
 
-    node: for several nodes with the same log_dir. which: a key of SERVE.
+    node: for several nodes with the same log_dir. which: a key of SERVE. group: the nodes of
+    servers over several nodes; all of them are here otherwise. Followers have no URL, and end with
+    exit code 0 once their leaders are stopped or given up.
     """
     # these import torch: after the config was checked
     from megatron_dapo.servers.run_servers import RunServers
@@ -87,13 +101,13 @@ def serve(
     log_dir = make_folder(log_dir or RunFolder.of(config.trainer).logs, "--log-dir")
     with show_log(None if node else log_dir / "servers.log"), StopSignals(STOP_SIGNALS) as stop:
         starts = {kind: kind in SERVE[which] for kind in SERVE["both"]}
-        servers = RunServers(config, log_dir, **starts, first_port=first_port, node=node)
+        servers = RunServers(config, log_dir, **starts, first_port=first_port, node=node, group=group)
         log.info("the servers demand the key in %s (%s)", servers.key_file, _KEYS_OF_KEY[which])
         was_told = False
         try:
             servers.start()
-            while stop.received is None:
-                if servers.check() and not was_told:
+            while stop.received is None and not servers.are_over:
+                if servers.check() and not was_told and servers.urls:
                     print_line("\n".join(servers.urls))
                     was_told = True
                 time.sleep(POLL_INTERVAL_S)

@@ -1,5 +1,5 @@
 """A stand-in for an SGLang server that starts at once:
-python fake_server.py HOST PORT BEHAVIOUR."""
+python fake_server.py HOST PORT BEHAVIOUR [further words, of a server over several nodes]."""
 
 import http.server
 import json
@@ -45,7 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def main(host: str, port: str, behaviour: str) -> None:
+def main(host: str, port: str, behaviour: str, *_: str) -> None:
     print(f"fake server: {behaviour}", flush=True)
     if behaviour == "dies":
         sys.exit("out of luck")

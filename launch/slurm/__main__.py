@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from launch.command_line import forget_lease, parse, parser
+from launch.command_line import forget_last_start, parse, parser
 from launch.process_names import WAITING
 from launch.slurm.cost import JobCost
 from launch.slurm.node import run
@@ -115,7 +115,7 @@ def _plan_command(argv: list[str]) -> int:
 def _write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
     """Write the attempt's folder, logs/latest, and a list of servers without those of an earlier
     attempt; forget its lease of shared GPUs."""
-    forget_lease(RunFolder(Path(plan.run)))
+    forget_last_start(RunFolder(Path(plan.run)))
     write_whole(plan.config_file, to_yaml(config))
     write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{processes}\n")
     plan.write()

@@ -15,7 +15,13 @@ from megatron_dapo.common.addresses import LOOPBACK
 from megatron_dapo.common.ends import EndFolder
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import (
+    gpus_per_server_node,
+    servers_per_node,
+    shares_gpus,
+    starts_reward_model,
+    starts_servers,
+)
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import server_key_file
@@ -26,9 +32,10 @@ KILLED_AS_ONE = (PREFLIGHT, TRAINER)  # their tasks wait for one another, and ar
 PLAN_FILE = "plan.json"
 
 # Below 32768, Linux's first port of outgoing connections; a block for each of 384 consecutive jobs:
-# of the trainer's rendezvous, of the preflight's, then of the servers.
+# of the trainer's rendezvous, of the preflight's, of the meetings of servers' processes over nodes,
+# then of the servers.
 _FIRST_PORT, _NUM_JOBS, _PORTS_PER_JOB = 20000, 384, 32
-_TRAINER_PORT, _PREFLIGHT_PORT, _SERVER_PORT = 0, 1, 8
+_TRAINER_PORT, _PREFLIGHT_PORT, _MEETING_PORT, _SERVER_PORT = 0, 1, 2, 8
 _SERVER_GRACE_S = 60.0  # for the servers' starters, which know more about an unhealthy server
 
 
@@ -100,6 +107,8 @@ class JobPlan:
     """The preflight's floor of the all-reduce in GB/s; None: its default."""
     reward_model_node: str = ""
     """The server node that also serves the reward model; empty if the job starts none."""
+    nodes_per_server: int = 1
+    """Neighbouring server nodes that make servers together; the first of them leads."""
     max_restarts: int = LEAST_RESTARTS
     """Allowed requeues."""
 
@@ -118,8 +127,9 @@ class JobPlan:
 
     @property
     def server_urls(self) -> list[str]:
+        """Return the URLs of the servers: of their leaders."""
         ports = [self.port(_SERVER_PORT) + i for i in range(self.servers_per_node)]
-        return [f"http://{node}:{port}" for node in self.server_nodes for port in ports]
+        return [f"http://{node}:{port}" for node in self.server_nodes[:: self.nodes_per_server] for port in ports]
 
     @property
     def reward_model_url(self) -> str | None:
@@ -178,9 +188,13 @@ class JobPlan:
         if node == self.reward_model_node:
             yield "--reward-model"
 
-    def _servers(self, _: int, node: str) -> Iterator[str]:
+    def _servers(self, index: int, node: str) -> Iterator[str]:
         yield from ("launch.sglang_server", "--config", self.config_file, "--node", node)
         yield from ("--first-port", str(self.port(_SERVER_PORT)), "--log-dir", self.logs)
+        if self.nodes_per_server > 1:
+            first = index - index % self.nodes_per_server
+            group = self.server_nodes[first : first + self.nodes_per_server]
+            yield from ("--server-nodes", ",".join(group), "--meeting-port", str(self.port(_MEETING_PORT)))
         if node == self.reward_model_node:
             yield from ("--serve", "both")
 
@@ -210,7 +224,9 @@ class JobPlan:
         for role, (count, what) in counts.items():
             if nodes := self.of_role(role):
                 per_node = f"{count} {what}{'' if count == 1 else 's'}"
-                lines.append(f"  {role:<10}{per_node} on each of {len(nodes)}: {' '.join(nodes)}")
+                is_spread = role == SERVERS and self.nodes_per_server > 1
+                each = f"each {self.nodes_per_server} neighbours of" if is_spread else "each of"
+                lines.append(f"  {role:<10}{per_node} on {each} {len(nodes)}: {' '.join(nodes)}")
         if self.reward_model_node:
             lines.append(f"  {'':<10}1 server of the reward model on {self.reward_model_node}")
         lines += [f"  {'logs':<10}{self.logs}", f"  {'start':<10}step {self.start_step} of {self.total_steps}"]
@@ -273,6 +289,7 @@ def make_plan(
         server_timeout_s=server.startup_timeout_s * (1 + server.max_restarts) + _SERVER_GRACE_S,
         min_bandwidth=min_bandwidth,
         reward_model_node=allocation.nodes[num_trainers] if starts_reward_model(config) else "",
+        nodes_per_server=server.nodes_per_server,
         max_restarts=max_restarts,
     )
 
@@ -330,6 +347,12 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
             f"{', and the reward model' if has_reward_model else ''}) are more than the "
             f"{_PORTS_PER_JOB - _SERVER_PORT} ports of a job; use fewer."
         )
+    if server.nodes_per_server > 1 and count - has_reward_model > _SERVER_PORT - _MEETING_PORT:
+        yield (
+            f"{count - has_reward_model} servers on the same {server.nodes_per_server} nodes "
+            f"(actor_rollout_ref.rollout.server.nodes_per_server) are more than the {_SERVER_PORT - _MEETING_PORT} "
+            f"ports of a job for their meetings; use fewer."
+        )
     gpus = allocation.gpus_per_node
     if gpus is None:
         return
@@ -338,9 +361,9 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
             f"trainer.n_procs_per_node is {config.trainer.n_procs_per_node}, but Slurm gave {gpus} GPUs per node; "
             f"ask for more (sbatch --gpus-per-node) or start fewer ranks."
         )
-    needed = servers_per_node(config) * server.tensor_model_parallel_size
+    needed = servers_per_node(config) * gpus_per_server_node(config)
     words = (
-        f"{servers_per_node(config)} servers x {server.tensor_model_parallel_size} GPUs per server node "
+        f"{servers_per_node(config)} servers x {gpus_per_server_node(config)} GPUs per server node "
         f"(actor_rollout_ref.rollout.server)"
     )
     if has_reward_model:  # on the first of these nodes

@@ -55,6 +55,12 @@ def _server_nodes(config: Config) -> Iterator[str]:
         yield _refusal(f"{ROLLOUT}.server.nnodes", nodes, "servers are on the trainer's nodes; set nnodes to 0")
 
 
+def _nodes_per_server(config: Config) -> Iterator[str]:
+    if (nodes := config.actor_rollout_ref.rollout.server.nodes_per_server) > 1:
+        rest = "a server is on one node; set nodes_per_server to 1"
+        yield _refusal(f"{ROLLOUT}.server.nodes_per_server", nodes, rest)
+
+
 def _server_gpus(config: Config) -> Iterator[str]:
     """Yield a mistake unless the servers fill the ranks' GPUs, each within a node."""
     server, trainer = config.actor_rollout_ref.rollout.server, config.trainer
@@ -90,9 +96,12 @@ def _server_options(config: Config) -> Iterator[str]:
         yield _refusal(f"An option of {EXTRA_ARGS}", "--load-format flash_rl", rest)
 
 
+_SHARED_CHECKS = (_staleness, _server_nodes, _nodes_per_server, _server_gpus, _reward_model, _server_options)
+
+
 def _of_shared_gpus(config: Config) -> Iterator[str]:
     if shares_gpus(config):
-        yield from known_mistakes((_staleness, _server_nodes, _server_gpus, _reward_model, _server_options), config)
+        yield from known_mistakes(_SHARED_CHECKS, config)
 
 
 def _machine_of_shared_gpus(config: Config) -> Iterator[str]:

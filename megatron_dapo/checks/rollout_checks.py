@@ -18,7 +18,10 @@ from megatron_dapo.estimates.server_states import RATIO_OPTION, states_ratio
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 EXTRA_ARGS = f"{ROLLOUT}.server.extra_args"
 _OWN_SERVERS = f"leave it out, or start such servers yourself and name them in {ROLLOUT}.server_urls"
-_ONE_SERVER = f"which ranks a server has is {ROLLOUT}.server.tensor_model_parallel_size; more servers are num_servers"
+_ONE_SERVER = (
+    f"which ranks a server has is {ROLLOUT}.server.tensor_model_parallel_size, on nodes_per_server nodes; more servers "
+    f"are num_servers"
+)
 _RUNS_CODE = "with it code or templates that a checkpoint or a request brings would run in the server; leave it out"
 # options of `sglang.launch_server` set by the launcher, or opening a server to others -> cure
 REFUSED_OPTIONS = {
@@ -58,6 +61,8 @@ REFUSED_OPTIONS = {
         _OWN_SERVERS,
     ),
 }  # fmt: skip
+# options of DP attention: with several nodes its sockets (zmq) take pickles of everybody
+DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size", "--attention-data-parallel-size", "--dwdp-size")
 
 
 def top_k(config: Config) -> Iterator[str]:
@@ -187,10 +192,36 @@ def server_urls(config: Config) -> Iterator[str]:
 
 def _server_nodes(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
-    if server.nnodes and server.num_servers % server.nnodes:
+    key, groups = f"{ROLLOUT}.server.nnodes", server.nnodes // server.nodes_per_server
+    if server.nnodes % server.nodes_per_server:
         yield (
-            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
-            f"{server.nnodes}: every server node starts as many; change one of them."
+            f"{key} is {server.nnodes}, not a multiple of {ROLLOUT}.server.nodes_per_server {server.nodes_per_server}: "
+            f"neighbouring nodes make a server; change one of them."
+        )
+    elif server.nnodes and server.num_servers % groups:
+        over = f" / nodes_per_server {server.nodes_per_server}" if server.nodes_per_server > 1 else ""
+        yield (
+            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {key} {server.nnodes}{over}: "
+            f"every server node starts as many; change one of them."
+        )
+
+
+def _gpus_of_server_nodes(config: Config) -> Iterator[str]:
+    server = config.actor_rollout_ref.rollout.server
+    if server.tensor_model_parallel_size % server.nodes_per_server:
+        yield (
+            f"{ROLLOUT}.server.tensor_model_parallel_size is {server.tensor_model_parallel_size}, not a multiple of "
+            f"{ROLLOUT}.server.nodes_per_server {server.nodes_per_server}: each node of a server gives as many GPUs; "
+            f"change one of them."
+        )
+
+
+def _dp_attention(config: Config) -> Iterator[str]:
+    nodes = config.actor_rollout_ref.rollout.server.nodes_per_server
+    for option, _ in given_options(config, DP_ATTENTION) if nodes > 1 else ():
+        yield (
+            f"{EXTRA_ARGS} has {option}, but with {ROLLOUT}.server.nodes_per_server {nodes} DP attention opens "
+            f"ports that run what anybody sends, without the run's key; leave it out, or set nodes_per_server to 1."
         )
 
 
@@ -254,6 +285,8 @@ ROLLOUT_CHECKS = (
     _server_lists,
     server_urls,
     _server_nodes,
+    _gpus_of_server_nodes,
     extra_args,
+    _dp_attention,
     _states_ratio,
 )

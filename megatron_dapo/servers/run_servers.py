@@ -4,10 +4,12 @@ import json
 import logging
 from pathlib import Path
 
-from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import gpus_per_server_node, servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema.actor_rollout_ref import ServerConfig
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.reward_model import architecture_of
+from megatron_dapo.servers.several_nodes.nodes_supervisor import NodesSupervisor
+from megatron_dapo.servers.several_nodes.server_node import NodeGroup
 from megatron_dapo.servers.supervisor import ServerFailure, ServerSupervisor
 from megatron_dapo.storage.model_folder import ModelFolder
 
@@ -27,6 +29,7 @@ class RunServers:
         first_gpu: int = 0,
         first_port: int | None = None,
         node: str | None = None,
+        group: NodeGroup | None = None,
     ) -> None:
         """Prepare the servers: of the rollout, of the reward model, or both. Raises UserError.
 
@@ -39,15 +42,21 @@ class RunServers:
             first_port: the servers listen on it and the ports after it; by default on free ports.
             node: a part of the names of the servers and their log files, if several nodes share
                 log_dir.
+            group: of servers over several nodes, all of which are on this one otherwise.
         """
         suffix = f"-{node}" if node else ""
-        self._rollout: ServerSupervisor | None = None
+        self._rollout: ServerSupervisor | NodesSupervisor | None = None
         self._reward_model: ServerSupervisor | None = None
         if rollout:
-            name = f"server{suffix}"
-            self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
+            name = f"server-{group.names[0]}" if group else f"server{suffix}"
+            if config.actor_rollout_ref.rollout.server.nodes_per_server > 1:
+                self._rollout = NodesSupervisor(
+                    config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name, group=group
+                )
+            else:
+                self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
             num_servers = servers_per_node(config)
-            first_gpu += num_servers * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+            first_gpu += num_servers * gpus_per_server_node(config)
             first_port = first_port + num_servers if first_port else None
         if reward_model:
             name = f"reward-model{suffix}"
@@ -61,13 +70,18 @@ class RunServers:
         return cls(config, log_dir, rollout=rollout, reward_model=reward_model, first_gpu=first_gpu)
 
     @property
-    def _all(self) -> list[ServerSupervisor]:
+    def _all(self) -> list[ServerSupervisor | NodesSupervisor]:
         return [servers for servers in (self._rollout, self._reward_model) if servers is not None]
 
     @property
     def were_healthy(self) -> bool:
         """Return whether all of them were healthy at some time."""
         return all(servers.were_healthy for servers in self._all)
+
+    @property
+    def are_over(self) -> bool:
+        """Return whether all servers here belong to leaders elsewhere, and were stopped for good."""
+        return isinstance(self._rollout, NodesSupervisor) and self._rollout.are_over
 
     @property
     def urls(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import socket
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from megatron_dapo.servers.server_command import ServerCommand, ServerCommandMak
 from megatron_dapo.servers.server_files import ServerFiles
 from megatron_dapo.servers.server_health import HTTP_OK, HealthCheck, StartEvent, StartState, health_status
 from megatron_dapo.servers.server_watch import PUSH_MARGIN_S, ServerWatch
+from megatron_dapo.servers.several_nodes.server_node import ONE_NODE, ServerNode
+from megatron_dapo.servers.several_nodes.start_orders import StartOrders
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import key_header, make_server_key, read_server_key
 
@@ -45,7 +48,7 @@ class ServerFailure(RuntimeError):
 class ServerStart:
     """One start of a server: its process, its files outside the run folder, and its later watch."""
 
-    def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float) -> None:
+    def __init__(self, name: str, command: ServerCommand, log_file: Path, startup_timeout_s: float = math.inf) -> None:
         self._started = time.monotonic()
         self.deadline = self._started + startup_timeout_s
         self.files = ServerFiles(command.environment)
@@ -64,14 +67,17 @@ class ServerStart:
 
 
 class SupervisedServer:
-    """One server over all its starts."""
+    """One server over all its starts; over several nodes its leader, and orders for the others."""
 
-    def __init__(self, name: str, url: str, key: str, command: ServerCommand, log_file: Path) -> None:
+    def __init__(
+        self, name: str, url: str, key: str, command: ServerCommand, log_file: Path, orders: StartOrders
+    ) -> None:
         self.state = StartState.STOPPED
         self.name = name
         self.url = url
         self.command = command
         self.log_file = log_file
+        self.orders = orders
         self.current: ServerStart | None = None  # the last start; None while it is stopped
         self._last_process: ChildProcess | None = None
         self.num_restarts = 0
@@ -86,6 +92,7 @@ class SupervisedServer:
         state = self.state.after(StartEvent.STARTED)
         self.current = ServerStart(self.name, self.command, self.log_file, startup_timeout_s)
         self.state = state  # a process that could not be started has changed nothing
+        self.orders.start()
         self._last_process = self.current.process
         log.info("%s starts at %s (pid %d, log %s)", self.name, self.url, self.current.process.pid, self.log_file)
 
@@ -103,9 +110,18 @@ class SupervisedServer:
     def forget(self) -> None:
         """Remove its files after the end of all its processes."""
         self.state = self.state.after(StartEvent.STOPPED)
+        self.orders.stop()
         if self.current is not None:
             self.current.files.remove()
         self.current = None
+
+    def failure(self, current: ServerStart) -> str | None:
+        """Return how one of its processes ended; None while all run."""
+        code = current.process.poll()
+        if code is not None:
+            return exit_phrase(code)
+        lost = self.orders.failure()
+        return f"lost a node: {lost}" if lost else None
 
     def is_gone(self) -> bool:
         """Return whether it is not at work, and none of its processes is left."""
@@ -135,6 +151,7 @@ class ServerSupervisor:
         first_gpu: int = 0,
         first_port: int | None = None,
         name: str = "server",
+        node: ServerNode = ONE_NODE,
         command_of: ServerCommandMaker | None = None,
     ) -> None:
         """Prepare the servers: reserve their ports, make their key.
@@ -145,6 +162,7 @@ class ServerSupervisor:
             first_gpu: GPUs of this machine before it belong to others (the trainer).
             first_port: the servers listen on it and the ports after it; by default on free ports.
             name: of the servers and their log files, before their number.
+            node: of servers over several nodes, the one that leads them.
             command_of: the maker of a server's command; by default `sglang_command`.
         """
         server = config.actor_rollout_ref.rollout.server
@@ -159,7 +177,7 @@ class ServerSupervisor:
         numbers = [first_port + i if first_port else 0 for i in range(num_servers)]
         self._ports = [ReservedPort(server.host, number) for number in numbers]
         self.urls = [f"http://{_reachable(server.host)}:{port.number}" for port in self._ports]
-        gpus = assign_gpus(num_servers, server.tensor_model_parallel_size, first_gpu)
+        gpus = assign_gpus(num_servers, server.tensor_model_parallel_size // node.num_nodes, first_gpu)
         make = command_of or sglang_command
         self.were_healthy = False  # all of them, at some time
         self._servers = [
@@ -167,8 +185,9 @@ class ServerSupervisor:
                 f"{name}-{i}",
                 url,
                 key,
-                make(config, server.host, port.number, gpus[i]),
+                node.command(i, make(config, server.host, port.number, gpus[i])),
                 Path(log_dir) / f"{name}-{i}.log",
+                StartOrders(self._run.server_starts / f"{name}-{i}", node.num_nodes - 1),
             )
             for i, (url, port) in enumerate(zip(self.urls, self._ports, strict=True))
         ]
@@ -269,8 +288,7 @@ class ServerSupervisor:
 
     def _check_work(self, server: SupervisedServer, current: ServerStart) -> bool:
         assert current.watch is not None
-        code = current.process.poll()
-        failure = exit_phrase(code) if code is not None else None
+        failure = server.failure(current)
         if failure is None and (silence := current.watch.failure()):
             failure = f"{silence}, and is killed"
         if failure is not None:
@@ -278,9 +296,8 @@ class ServerSupervisor:
         return failure is None
 
     def _check_start(self, server: SupervisedServer, current: ServerStart) -> bool:
-        code = current.process.poll()
-        if code is not None:
-            self._restart(server, current, exit_phrase(code))
+        if (failure := server.failure(current)) is not None:
+            self._restart(server, current, failure)
             return False
         # it may have been put to sleep since its last look
         check = HealthCheck.TAKES_REQUESTS if self._lease.is_with_servers else HealthCheck.SCHEDULER_ANSWERS
@@ -295,9 +312,10 @@ class ServerSupervisor:
             server.begin_watch(current, watch)
             return True
         if time.monotonic() > current.deadline:
+            others = f" (of its other nodes: {server.name}-node-*.log)" if server.orders.num_followers else ""
             why = (
                 f"{server.name} at {server.url} was not healthy within {self._settings.startup_timeout_s:g} s "
-                f"(actor_rollout_ref.rollout.server.startup_timeout_s); its log is {server.log_file}\n"
+                f"(actor_rollout_ref.rollout.server.startup_timeout_s); its log is {server.log_file}{others}\n"
                 f"{current.process.log_tail()}"
             )
             self._give_up(server, current, why)

@@ -136,6 +136,12 @@ class RunFolder:
         CPU."""
         return self.path / "ledger"
 
+    @property
+    def server_starts(self) -> Path:
+        """Return the folder in which the nodes of servers over several nodes agree on starts, one
+        folder per server; see `servers.several_nodes.start_orders`."""
+        return self.path / "server_starts"
+
     def unresponsive(self, url: str) -> Path:
         """Return the path of the note that tells a server's supervisor that the server did not
         answer."""

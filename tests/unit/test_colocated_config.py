@@ -38,6 +38,8 @@ REFUSED = [
      ["the trainer's 8 GPUs", "trainer.nnodes 2 x trainer.n_procs_per_node 4", "num_servers to 8"]),
     ("trainer.n_procs_per_node=6 pp=6 rollout.server.tensor_model_parallel_size=4",
      ["tensor_model_parallel_size is 4", "divide trainer.n_procs_per_node 6", "does not span nodes"]),
+    ("trainer.n_procs_per_node=4 rollout.server.num_servers=2 rollout.server.tensor_model_parallel_size=2"
+     " rollout.server.nodes_per_server=2", ["nodes_per_server is 2", "set nodes_per_server to 1"]),
     ("reward.model.path=/models/judge", ["reward.model.path is /models/judge", "give reward.model.url"]),
     ("rollout.server.extra_args=[--load-format,flash_rl]", ["--load-format flash_rl", "--quantization out"]),
     ("rollout.server.extra_args=[--load-format=flash_rl]", ["--load-format flash_rl", "--quantization out"]),

@@ -185,6 +185,39 @@ def test_all_servers_are_waited_for_the_reward_models_too():
     assert asked == [*plan.server_urls, plan.reward_model_url]
 
 
+OVER_TWO = (f"{SERVER}.nodes_per_server=2", f"{SERVER}.tensor_model_parallel_size=8")
+
+
+def test_neighbouring_server_nodes_make_servers_and_the_first_of_them_has_the_urls():
+    made = config(*OVER_TWO, f"{SERVER}.nnodes=4", f"{SERVER}.num_servers=4")
+    plan = make_plan(made, allocation("a", "b", "c", "d", "e", "f"))
+    assert plan.server_nodes == ("c", "d", "e", "f") and plan.servers_per_node == 2
+    assert plan.server_urls == ["http://c:23304", "http://c:23305", "http://e:23304", "http://e:23305"]
+    for node, group in (("c", "c,d"), ("d", "c,d"), ("e", "e,f"), ("f", "e,f")):
+        words = plan.command(SERVERS, node, "python")
+        assert words[-4:] == ["--server-nodes", group, "--meeting-port", "23298"]
+        assert words[words.index("--node") + 1] == node
+    assert "2 servers on each 2 neighbours of 4: c d e f" in plan.text()
+    asked = []
+    assert wait_for_servers(plan, lambda url: asked.append(url) or True) is None and asked == plan.server_urls
+
+
+def test_the_gpus_and_ports_of_servers_over_nodes_are_counted_on_each_node():
+    make_plan(config(*OVER_TWO, f"{SERVER}.nnodes=2"), allocation("a", "b", "c", "d", SLURM_GPUS_ON_NODE="8"))
+    sizes = (*OVER_TWO, f"{SERVER}.nnodes=2")
+    (sentence,) = refusals(*sizes, nodes=allocation("a", "b", "c", "d", SLURM_GPUS_ON_NODE="7"))
+    assert "2 servers x 4 GPUs per server node" in sentence and "need 8 GPUs" in sentence
+    (sentence,) = refusals(*sizes, f"{SERVER}.num_servers=7", nodes=allocation("a", "b", "c", "d"))
+    assert "7 servers on the same 2 nodes" in sentence and "6 ports" in sentence and "use fewer" in sentence
+
+
+def test_a_reward_model_is_served_by_a_leader():
+    sizes = (*OVER_TWO, f"{SERVER}.nnodes=2", f"{SERVER}.num_servers=1", MODEL)
+    plan = make_plan(config(*sizes), allocation("a", "b", "c", "d"))
+    assert plan.command(SERVERS, "c", "python")[-2:] == ["--serve", "both"]
+    assert "--serve" not in plan.command(SERVERS, "d", "python") and plan.reward_model_url == "http://c:23305"
+
+
 def test_a_plan_that_was_written_is_read_again(tmp_path):
     plan = make_plan(config(f"trainer.run_dir={tmp_path}"), allocation(), start=Progress(7))
     plan.write()
@@ -355,11 +388,13 @@ def test_a_job_with_shared_gpus_has_no_nodes_for_servers_alone_and_no_servers_of
     assert "server_urls is http://x:1" in sentence and "remove server_urls" in sentence
 
 
-def test_a_new_attempt_forgets_the_lease_of_the_last_one(tmp_path, monkeypatch):
+def test_a_new_attempt_forgets_the_lease_and_the_servers_starts_of_the_last_one(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     lease = LeaseFolder(RunFolder(tmp_path / "run").lease)
     lease.write(Holder.TRAINER)
+    starts = RunFolder(tmp_path / "run").server_starts
+    (starts / "server-a-0").mkdir(parents=True)
     shared = ["actor_rollout_ref.hybrid_engine=true", f"{SERVER}.nnodes=0"]
     assert main([*recipe(tmp_path, *shared), "--nodes", "a"]) == 0
-    assert lease.read() == Lease()
+    assert lease.read() == Lease() and not starts.exists()
     assert (tmp_path / "run" / "servers.txt").read_text() == "http://a:20168\n"

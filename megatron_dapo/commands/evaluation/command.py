@@ -34,6 +34,7 @@ _RESET = (
     f"{_ROLLOUT}.server_urls_file=null",
     f"{_ROLLOUT}.server_api_key_file=null",
     f"{_ROLLOUT}.server.nnodes=0",
+    f"{_ROLLOUT}.server.nodes_per_server=1",
     f"{_ROLLOUT}.max_staleness=0",
     "reward.model.url=null",
     "reward.model.api_key_file=null",

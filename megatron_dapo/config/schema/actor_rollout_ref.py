@@ -216,9 +216,12 @@ class ServerConfig(Section):
     num_servers: NumProcesses = 1
     """Servers to start, in all (ignored when servers are given by URL)."""
     nnodes: NonNegativeInt = 0
-    """Nodes that run servers and nothing else, num_servers / nnodes each; 0 = they are on the trainer's machine."""
+    """Nodes that run servers and nothing else, num_servers x nodes_per_server / nnodes each; 0 = they are on the
+    trainer's machine."""
     tensor_model_parallel_size: NumProcesses = 1
-    """GPUs (or CPU processes) per server."""
+    """GPUs (or CPU processes) per server, on all of its nodes together."""
+    nodes_per_server: NumProcesses = 1
+    """Nodes of a server; each gives `tensor_model_parallel_size / nodes_per_server` GPUs."""
     host: str = "127.0.0.1"
     """Address of this machine that the servers bind to."""
     max_total_tokens: PositiveInt | None = None
