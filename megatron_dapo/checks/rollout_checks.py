@@ -187,7 +187,7 @@ def server_urls(config: Config) -> Iterator[str]:
 
 def _server_nodes(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
-    if server.nnodes and server.num_servers % server.nnodes:
+    if server.nnodes and server.num_servers * server.nodes_per_server % server.nnodes:
         yield (
             f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
             f"{server.nnodes}: every server node starts as many; change one of them."

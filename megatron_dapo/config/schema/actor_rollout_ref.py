@@ -219,6 +219,8 @@ class ServerConfig(Section):
     """Nodes that run servers and nothing else, num_servers / nnodes each; 0 = they are on the trainer's machine."""
     tensor_model_parallel_size: NumProcesses = 1
     """GPUs (or CPU processes) per server."""
+    nodes_per_server: NumProcesses = 1
+    """Nodes of a server; each gives `tensor_model_parallel_size / nodes_per_server` GPUs."""
     host: str = "127.0.0.1"
     """Address of this machine that the servers bind to."""
     max_total_tokens: PositiveInt | None = None
