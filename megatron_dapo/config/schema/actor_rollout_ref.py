@@ -257,6 +257,9 @@ class RolloutConfig(Section):
     """File (mode 600) with the key that the servers demand; null = servers given by URL are asked without one, and our
     own demand a random one of the run."""
     server: MayChangeOnResume[ServerConfig] = ServerConfig()
+    quantization: Literal["fp8"] | None = None
+    """What servers of mixtures compute in: fp8 = weights of 128 x 128 blocks, which each push quantizes
+    (docs/servers.md); null = the trainer's type. Needs `algorithm.rollout_correction`."""
     max_staleness: NonNegativeInt = 0
     """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = trainer and
     servers take turns, and each step is trained on what its own weights wrote; above 0 servers go on while the trainer
