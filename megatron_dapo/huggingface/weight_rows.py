@@ -75,6 +75,9 @@ class Row:
     sent_together: bool = False
     """Whether a server drops a tensor sent in another call than the others."""
 
+    unquantized: tuple[str, ...] = ()
+    """Last names of the modules that a server with FP8 weights holds as it does without."""
+
     where: Callable[[ModelSpec], bool] = lambda m: True
     """Condition on the model."""
 
@@ -91,6 +94,10 @@ class Row:
         """Return the last names of the Hugging Face modules, for a layer's linear modules only."""
         is_linear = ".linear_" in self.megatron and self.megatron.endswith(".weight")
         return tuple(name.split(".")[-2] for name in self.hf) if is_linear and not self.is_stacked else ()
+
+    def in_blocks(self, index: int) -> bool:
+        """Return whether a server with FP8 weights holds a tensor of the row in blocks."""
+        return bool(self.modules) and self.modules[index] not in self.unquantized
 
 
 def changed(rows: tuple[Row, ...], *changes: Row) -> tuple[Row, ...]:

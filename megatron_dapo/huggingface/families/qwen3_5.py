@@ -92,6 +92,7 @@ INPUTS = delta_row(
     served_as=tuple(
         HF_DELTA + name + ".weight" for name in ("in_proj_qkvz", "in_proj_qkvz", "in_proj_ba", "in_proj_ba")
     ),
+    unquantized=("in_proj_b", "in_proj_a"),
 )
 """The product of the hidden states: query, key, value, gate (z), and two numbers per value head."""
 

@@ -18,6 +18,7 @@ _INPUTS = delta_row(
     ("in_proj_qkvz.weight", "in_proj_ba.weight"),
     "delta_inputs_by_heads",
     lambda m: [(rows, m.hidden_size) for rows in _input_rows(m)],
+    unquantized=("in_proj_ba",),
 )
 FAMILY = replace(
     MIXTURE_FAMILY,
