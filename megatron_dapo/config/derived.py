@@ -123,10 +123,18 @@ def is_server_url(text: str) -> bool:
 
 
 def servers_per_node(config: Config) -> int:
-    """Return the number of SGLang servers on one node: all of them without server nodes, unless
-    they share the trainer's."""
+    """Return the number of SGLang servers with GPUs of one node: all of them without server nodes,
+    unless they share the trainer's."""
     server = config.actor_rollout_ref.rollout.server
-    return server.num_servers // max(1, config.trainer.nnodes if shares_gpus(config) else server.nnodes)
+    if shares_gpus(config):
+        return server.num_servers // config.trainer.nnodes
+    return server.num_servers * server.nodes_per_server // server.nnodes if server.nnodes else server.num_servers
+
+
+def gpus_per_server_node(config: Config) -> int:
+    """Return the GPUs of one node that a server has: all of its GPUs without server nodes."""
+    server = config.actor_rollout_ref.rollout.server
+    return server.tensor_model_parallel_size // (server.nodes_per_server if server.nnodes else 1)
 
 
 def is_validation_step(config: Config, step: int) -> bool:
