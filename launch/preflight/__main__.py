@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     num_ranks, num_nodes = _ranks_here(config, arguments.role)
-    rounds = [
-        all_reduce.AllReduceRanks(num_ranks) for _ in range(all_reduce.num_fork_rounds(num_nodes)) if num_ranks
-    ]
+    rounds = [all_reduce.AllReduceRanks(num_ranks) for _ in range(all_reduce.num_fork_rounds(num_nodes)) if num_ranks]
     try:
         return Preflight(config, arguments, rounds).run()
     except PreflightError as error:

@@ -61,5 +61,5 @@ def _parts(spec: ModelSpec, row: Row, width: int, tp: int, *, in_blocks: bool) -
         num_bytes = number * math.prod(shape) * (_WIDTHS[types[0]] if types else width)
         if in_blocks and row.in_blocks(index):
             num_bytes = number * (math.prod(shape) + _SCALE * math.prod(ceil_div(size, BLOCK) for size in shape))
-        ranks = 1 if row.cut is None else min(tp, shape[row.cut] // row.unit(spec))
-        yield name, ceil_div(num_bytes, ranks)
+        units = 1 if row.cut is None else shape[row.cut] // row.unit(spec)
+        yield name, ceil_div(num_bytes, max(1, min(tp, units)))

@@ -19,7 +19,7 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 SERVER = f"{ROLLOUT}.server"
 SERVER_TP = f"{SERVER}.tensor_model_parallel_size"
 NUM_SERVERS, SERVER_NODES = f"{SERVER}.num_servers", f"{SERVER}.nodes_per_server"
-_OVER_NODES = (1, 2, 4, 8)  # of a server
+OVER_NODES = (1, 2, 4, 8)  # of a server, fewer first
 _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_NODES = 256
 
@@ -46,7 +46,7 @@ def cuts_server(config: Config, spec: ModelSpec, tp: int) -> bool:
 def all_server_sizes(config: Config, spec: ModelSpec) -> list[tuple[int, int]]:
     """Return (tensor-parallel size, nodes) of all servers to choose from, the smallest first. Without
     nodes of their own they are within one."""
-    over = _OVER_NODES if config.actor_rollout_ref.rollout.server.nnodes else (1,)
+    over = OVER_NODES if config.actor_rollout_ref.rollout.server.nnodes else (1,)
     return [(tp, nodes) for nodes in over for tp in server_sizes(config, spec, nodes)]
 
 

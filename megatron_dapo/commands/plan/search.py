@@ -15,6 +15,7 @@ from typing import Any
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.fitting import (
     NUM_SERVERS,
+    OVER_NODES,
     SERVER,
     SERVER_NODES,
     SERVER_TP,
@@ -63,7 +64,6 @@ from megatron_dapo.huggingface.spec_reader import model_spec
 NUM_SHOWN = 10
 NUM_OTHERS = 2  # of those that train adapters in place of weights, or the reverse
 SIZES = (1, 2, 4, 8)
-OVER_NODES = (1, 2, 4)  # of a server; fewer first
 LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same GPUs is of no use
 SERVERS_PER_SPLIT = 2  # those with most tokens per second; fewer, larger ones end a step's tail earlier
 _CHANCE = 1.1  # bound of a step over a simulated one of few requests, at most

@@ -216,9 +216,10 @@ class ServerConfig(Section):
     num_servers: NumProcesses = 1
     """Servers to start, in all (ignored when servers are given by URL)."""
     nnodes: NonNegativeInt = 0
-    """Nodes that run servers and nothing else, num_servers / nnodes each; 0 = they are on the trainer's machine."""
+    """Nodes that run servers and nothing else, num_servers x nodes_per_server / nnodes each; 0 = they are on the
+    trainer's machine."""
     tensor_model_parallel_size: NumProcesses = 1
-    """GPUs (or CPU processes) per server."""
+    """GPUs (or CPU processes) per server, on all of its nodes together."""
     nodes_per_server: NumProcesses = 1
     """Nodes of a server; each gives `tensor_model_parallel_size / nodes_per_server` GPUs."""
     host: str = "127.0.0.1"
@@ -258,8 +259,8 @@ class RolloutConfig(Section):
     own demand a random one of the run."""
     server: MayChangeOnResume[ServerConfig] = ServerConfig()
     quantization: Literal["fp8"] | None = None
-    """What servers of mixtures compute in: fp8 = weights of 128 x 128 blocks, which each push quantizes
-    (docs/servers.md); null = the trainer's type. Needs `algorithm.rollout_correction`."""
+    """fp8: servers of a mixture hold the weights of attention, MLPs and experts in FP8, half the memory, quantized anew
+    for each push (docs/servers.md); needs `algorithm.rollout_correction`. null = they hold the trainer's type."""
     max_staleness: NonNegativeInt = 0
     """Weight versions between the oldest sampled token of a group and the step that trains on it. 0 = trainer and
     servers take turns, and each step is trained on what its own weights wrote; above 0 servers go on while the trainer
