@@ -31,15 +31,15 @@ def odd_widths(spec: ModelSpec, num_ranks: int, num_expert_ranks: int) -> list[O
 
     num_expert_ranks: ranks that share an expert.
     """
-    found = []
+    odd = []
     for row in rows_of(spec):
         if not any(row.in_layer(spec, layer) for layer in range(spec.num_layers)):
             continue
         ranks = num_expert_ranks if row.of_experts else num_ranks
         for index, module in enumerate(row.modules):
             widths = _widths(row, index, spec, ranks) if row.in_blocks(index) else ()
-            found += [OddWidth(module, width, row.of_experts) for width in widths if width % BLOCK]
-    return found
+            odd += [OddWidth(module, width, row.of_experts) for width in widths if width % BLOCK]
+    return odd
 
 
 def _widths(row: Row, index: int, spec: ModelSpec, ranks: int) -> Iterator[int]:
