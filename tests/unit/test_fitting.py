@@ -113,9 +113,9 @@ def test_servers_of_one_process_each_may_share_a_cpu():
     assert shortage(config, model_spec(MODEL_SHAPES["qwen2.5-0.5b"])) == []
 
 
-def rows_of_the_page() -> list[list[str]]:
-    section = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Nodes that a model fits\n")[2]
-    lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+def rows_of(page: str, section: str) -> list[list[str]]:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition(f"\n## {section}\n")[2]
+    lines = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -136,7 +136,7 @@ def server_cell(config: Config, spec: ModelSpec) -> str:
 
 def test_the_page_says_which_models_fit_which_nodes():
     config = load_config(ROOT / "configs" / "dapo_32b.yaml", TP8_PP2)
-    rows = rows_of_the_page()
+    rows = rows_of("models.md", "Nodes that a model fits")
     families = {architecture for row in rows for architecture in MODEL_SHAPES[row[0]]["architectures"]}
     assert families == {architecture for shape in MODEL_SHAPES.values() for architecture in shape["architectures"]}
     for name, *cells in rows:
@@ -147,3 +147,17 @@ def test_the_page_says_which_models_fit_which_nodes():
         sizes = parallel_sizes(trainer)
         total = round(trainer_memory(trainer, spec).total / GB)
         assert [int(cell) for cell in cells[6:]] == [trainer.trainer.nnodes, sizes.tp, sizes.pp, sizes.ep, total], name
+
+
+def test_the_page_of_servers_has_the_large_ones():
+    config = with_keys(load_config(ROOT / "configs" / "dapo_32b.yaml"), {"trainer.gpu_memory_gb": 80})
+    for name, *cells in rows_of("servers.md", "Which model fits which nodes"):
+        for form, (words, gigabytes) in zip((None, "fp8"), (cells[:2], cells[2:]), strict=True):
+            formed, spec = with_keys(config, {QUANTIZATION: form}), model_spec(MODEL_SHAPES[name.lower()])
+            size = smallest_server(formed, spec)
+            if size is None:
+                assert words == ("no" if fills_blocks(formed, spec, 1) else "-") and gigabytes == "-", name
+                continue
+            weights = server_memory(with_keys(formed, {SERVER_TP: size[0]}), spec).weights
+            assert words == f"TP {size[0]}{f' over {size[1]} nodes' if size[1] > 1 else ''}", name
+            assert gigabytes == f"{weights / GB:.0f}", name

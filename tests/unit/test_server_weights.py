@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from math import ceil, prod
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from tests.unit.test_plan_time import HALF, SLOW, SMALL
 pytestmark = pytest.mark.unit
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ROOT = Path(__file__).parents[2]
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -159,3 +161,6 @@ def test_a_published_server_of_deepseek_r1_in_fp8_is_within_a_quarter():
         HARDWARE["h200"], Efficiency(),
     )  # fmt: skip
     assert 64 / speed.tokens_per_s == pytest.approx(0.0346, rel=0.25)
+    assert f"the estimate is\n{64e3 / speed.tokens_per_s:.1f} ms" in (ROOT / "docs" / "plan.md").read_text(
+        encoding="utf-8"
+    )

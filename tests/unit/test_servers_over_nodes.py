@@ -155,15 +155,15 @@ def test_the_search_spans_nodes_only_where_no_node_holds_the_model(model, over, 
     source = ConfigSource(Path(recipe("dapo_32b")), (), MODEL_SHAPES[model])
     config = servers(1, 1, 1, 8)
     assumed = Assumptions.usual(config, HARDWARE["h100"])
-    found = search._fastest_servers(config, 64, source, assumed, 0)
-    assert found and {keys[SERVER_NODES] for keys in found} == {over}
-    assert {keys[SERVER_TP] for keys in found} <= sizes
-    assert all(keys[NUM_SERVERS] * keys[SERVER_TP] == 64 for keys in found)
+    fastest = search._fastest_servers(config, 64, source, assumed, 0)
+    assert fastest and {keys[SERVER_NODES] for keys in fastest} == {over}
+    assert {keys[SERVER_TP] for keys in fastest} <= sizes
+    assert all(keys[NUM_SERVERS] * keys[SERVER_TP] == 64 for keys in fastest)
     few = with_keys(config, {f"{SERVER}.nnodes": over - 1 or 1})
     assert bool(search._fastest_servers(few, 8 * (over - 1 or 1), source, assumed, 0)) is (over == 1)
     in_turns = with_keys(config, {search.SHARED: True, f"{SERVER}.nnodes": 0, "trainer.nnodes": 8})
-    found = search._fastest_servers(in_turns, 64, source, assumed, 0)
-    assert all(keys[SERVER_NODES] == 1 for keys in found) and bool(found) is (over == 1)
+    fastest = search._fastest_servers(in_turns, 64, source, assumed, 0)
+    assert all(keys[SERVER_NODES] == 1 for keys in fastest) and bool(fastest) is (over == 1)
 
 
 def test_the_plans_of_time_and_of_processes_name_a_servers_nodes():
