@@ -187,10 +187,17 @@ def server_urls(config: Config) -> Iterator[str]:
 
 def _server_nodes(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
-    if server.nnodes and server.num_servers * server.nodes_per_server % server.nnodes:
+    key, groups = f"{ROLLOUT}.server.nnodes", server.nnodes // server.nodes_per_server
+    if server.nnodes % server.nodes_per_server:
         yield (
-            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {ROLLOUT}.server.nnodes "
-            f"{server.nnodes}: every server node starts as many; change one of them."
+            f"{key} is {server.nnodes}, not a multiple of {ROLLOUT}.server.nodes_per_server {server.nodes_per_server}: "
+            f"neighbouring nodes make a server; change one of them."
+        )
+    elif server.nnodes and server.num_servers % groups:
+        over = f" / nodes_per_server {server.nodes_per_server}" if server.nodes_per_server > 1 else ""
+        yield (
+            f"{ROLLOUT}.server.num_servers is {server.num_servers}, not a multiple of {key} {server.nnodes}{over}: "
+            f"every server node starts as many; change one of them."
         )
 
 

@@ -137,12 +137,6 @@ def gpus_per_server_node(config: Config) -> int:
     return server.tensor_model_parallel_size // (server.nodes_per_server if server.nnodes else 1)
 
 
-def nodes_per_server(config: Config) -> int:
-    """Return the nodes of a server: 1 on the trainer's machine, in any number of processes."""
-    server = config.actor_rollout_ref.rollout.server
-    return server.nodes_per_server if server.nnodes else 1
-
-
 def is_validation_step(config: Config, step: int) -> bool:
     """Return whether the weights after this step are validated; 0 = those before the first step."""
     every = config.trainer.test_freq
@@ -398,3 +392,9 @@ def server_option(config: Config, option: str) -> str | None:
         if name == option:
             last = value if equals else following
     return last
+
+
+def nodes_per_server(config: Config) -> int:
+    """Return the nodes of a server: 1 on the trainer's machine, in any number of processes."""
+    server = config.actor_rollout_ref.rollout.server
+    return server.nodes_per_server if server.nnodes else 1

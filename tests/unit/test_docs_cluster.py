@@ -13,7 +13,7 @@ from megatron_dapo.commands.plan.cost import JobLimit
 from megatron_dapo.commands.plan.plan_text import time_plan
 from megatron_dapo.commands.plan.process_plan import memory_lines
 from megatron_dapo.commands.plan.shortage import shortage
-from megatron_dapo.commands.plan.step_time import Assumptions, run_time, server_of
+from megatron_dapo.commands.plan.step_time import Assumptions, phase_times, run_time, server_of
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.config.derived import nodes_per_server, parallel_sizes
@@ -25,6 +25,7 @@ from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import server_memory
+from megatron_dapo.estimates.server_weights import fills_blocks
 from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.config_overrides import TP8_PP2
 from tests.model_json import MODEL_JSON
@@ -213,3 +214,39 @@ def test_steps_of_larger_jobs_are_as_planned(model, config, numbers):
     config = settled(config, spec)
     (step,) = run_time(config, spec, Assumptions.usual(config, HARDWARE["h100"]), [0]).steps
     assert round(step.step) == numbers[3]
+
+
+def mixture_in(form: str) -> Config:
+    fp8 = [
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "actor_rollout_ref.rollout.max_concurrency=192",
+        f"{SERVER}.max_running_requests=192",
+        f"{SERVER}.extra_args=[--ep-size, '2']",
+    ]
+    config = load_config(ROOT / "configs" / "dapo_qwen3_235b_a22b.yaml", fp8 if form == "FP8" else [])
+    validate(config, model_json_named("qwen3-235b-a22b"), check_files=False)
+    return settled(config, model_spec(model_json_named("qwen3-235b-a22b")))
+
+
+FORMS = re.findall(r"^\| (bfloat16|FP8) \|([ \d.|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("form", "line"), FORMS)
+def test_the_table_of_fp8_is_as_planned(form, line):
+    config, spec = mixture_in(form), model_spec(model_json_named("qwen3-235b-a22b"))
+    server = server_memory(config, spec)
+    parts = phase_times(config, spec, Assumptions.usual(config, HARDWARE["h100"]))
+    assert [float(cell) for cell in line.split("|")][:5] == [
+        *(round(server.weights / GB, 1), server.num_tokens // 22528),
+        *(parts.server.slots, round(parts.server.tokens_per_s), round(parts.push, 1)),
+    ]
+    assert shortage(config, spec) == [] and fills_blocks(config, spec, 8) == (form == "FP8")
+
+
+@proof
+@pytest.mark.parametrize(("form", "line"), FORMS)
+def test_the_steps_of_fp8_are_as_planned(form, line):
+    config, spec = mixture_in(form), model_spec(model_json_named("qwen3-235b-a22b"))
+    (step,) = run_time(config, spec, Assumptions.usual(config, HARDWARE["h100"]), [0]).steps
+    days = step.step * config.trainer.total_training_steps / 86400
+    assert [float(cell) for cell in line.split("|")][5:] == [round(step.step), round(days, 1)]

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.__main__ import main
 from megatron_dapo.commands.plan.server_time import ServerLayout, active_parameters, push_s, server_speed
 from megatron_dapo.commands.plan.training_time import Efficiency
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
 from megatron_dapo.data.lengths import Lengths
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES
@@ -136,7 +138,7 @@ def test_a_server_over_nodes_waits_for_the_network_by_hand():
     assert far.prefill_s == near.prefill_s
 
 
-@pytest.mark.parametrize(("capability", "factor"), [((9, 0), 2), ((8, 9), 1), ((0, 0), 1)])
+@pytest.mark.parametrize(("capability", "factor"), [((9, 0), 2), ((8, 9), 2), ((8, 0), 1), ((10, 0), 1), ((0, 0), 1)])
 def test_in_fp8_weights_are_read_as_bytes_and_multiplied_at_its_speed_where_there_is_one(capability, factor):
     spec, responses = spec_of("qwen3-30b-a3b"), Lengths(median=4, sigma=0.0, longest=8)
     gpu = replace(SLOW, capability=capability)
@@ -164,3 +166,11 @@ def test_a_published_server_of_deepseek_r1_in_fp8_is_within_a_quarter():
     assert f"the estimate is\n{64e3 / speed.tokens_per_s:.1f} ms" in (ROOT / "docs" / "plan.md").read_text(
         encoding="utf-8"
     )
+
+
+@pytest.mark.parametrize(("gpu", "capability"), [("a100", "8.0"), ("b200", "10.0")])
+def test_a_plan_refuses_fp8_servers_on_gpus_that_have_none(gpu, capability, capsys):
+    words = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.server.tensor_model_parallel_size=4"]
+    assert main(["plan", "--config", recipe("dapo_qwen3_235b_a22b"), "--hardware", gpu, *words]) == 2
+    printed = capsys.readouterr().err
+    assert f"{ROLLOUT}.quantization is fp8" in printed and f"but {gpu} has {capability} (--hardware)" in printed

@@ -27,11 +27,11 @@ from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.estimates.hardware import (
-    FP8_CAPABILITY,
     HARDWARE,
     Hardware,
     hardware_named,
     lack_of_fp8,
+    serves_fp8,
 )
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.estimates.recompute import settled
@@ -116,9 +116,10 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and (lack := lack_of_fp8(hardware.name, hardware.capability, megatron.fp8_recipe)):
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
-    if holds_blocks(config) and (0, 0) < hardware.capability < FP8_CAPABILITY["tensorwise"]:
+    if holds_blocks(config) and hardware.capability > (0, 0) and not serves_fp8(hardware.capability):  # a CPU does
         raise UserError(
-            f"{ROLLOUT}.quantization is fp8, in which {hardware.name} computes nothing (--hardware); set it to null."
+            f"{ROLLOUT}.quantization is fp8, which servers have on GPUs of compute capability 8.9 to 9.x, but "
+            f"{hardware.name} has {'.'.join(map(str, hardware.capability))} (--hardware); set it to null."
         )
     assumed = _assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")

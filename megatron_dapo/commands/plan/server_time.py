@@ -12,7 +12,7 @@ from megatron_dapo.common.sizes import MIB, ceil_div
 from megatron_dapo.config.derived import has_given_servers, shares_gpus, world_size
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.estimates.hardware import FP8_CAPABILITY, FP8_SPEED, Hardware
+from megatron_dapo.estimates.hardware import FP8_SPEED, Hardware, serves_fp8
 from megatron_dapo.estimates.memory import num_all_parameters, num_expert_parameters
 from megatron_dapo.estimates.server_memory import cache_width
 from megatron_dapo.estimates.server_weights import weight_bytes
@@ -120,7 +120,7 @@ def _operations(spec: ModelSpec, layout: ServerLayout, hardware: Hardware) -> fl
     """Return a token's operations, in those of bfloat16: FP8 ones count by their speed, all but the
     head's."""
     head = spec.vocab_size * spec.hidden_size
-    is_faster = layout.in_blocks and hardware.capability >= FP8_CAPABILITY["blockwise"]
+    is_faster = layout.in_blocks and serves_fp8(hardware.capability)
     return 2 * ((active_parameters(spec) - head) / (FP8_SPEED if is_faster else 1) + head)
 
 
