@@ -40,6 +40,12 @@ class ServedTensor:
     on_first_rank: bool = False
     """Whether the first rank holds it whole and the others hold zeros."""
 
+    in_blocks: bool = False
+    """Whether a server with FP8 weights holds it in blocks."""
+
+    is_scale: bool = False
+    """Whether it has the scales of the blocks of the tensor before it in the parameter."""
+
 
 def rows_of(spec: ModelSpec) -> list[Row]:
     """Return the rows of a model."""
@@ -117,6 +123,7 @@ def _served(row: Row, index: int, numbers: dict[str, int], spec: ModelSpec) -> S
         types=row.served_types(spec),
         is_transposed=row.is_stacked and len(shape) == 2,
         on_first_rank=row.served_once,
+        in_blocks=row.in_blocks(index),
     )
 
 
