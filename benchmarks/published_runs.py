@@ -9,7 +9,7 @@ compares the arithmetic.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dapo.commands.plan.server_time import push_s, server_speed
+from megatron_dapo.commands.plan.server_time import ServerLayout, push_s, server_speed
 from megatron_dapo.commands.plan.simulation import Recipe
 from megatron_dapo.commands.plan.step_time import MEASURED_STEPS, PhaseTimes, step_time
 from megatron_dapo.commands.plan.training_time import Efficiency, TrainerLayout, TrainingWork, training_time
@@ -178,7 +178,7 @@ def _phase_times_of(run: PublishedRun) -> tuple[PhaseTimes, Lengths]:
     layout = TrainerLayout(sizes, run.gpus_per_node, run.tp > 1, run.recompute, run.max_tokens)
     work = TrainingWork(run.groups * run.n, responses, PROMPT, run.mini_batches)
     training = training_time(spec, layout, work, hardware, efficiency)
-    server = server_speed(spec, run.server_tp, SLOTS, responses, PROMPT, hardware, efficiency)
+    server = server_speed(spec, ServerLayout(run.server_tp, SLOTS), responses, PROMPT, hardware, efficiency)
     parts = PhaseTimes(
         server=server,
         num_servers=run.server_gpus // run.server_tp,

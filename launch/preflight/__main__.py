@@ -24,7 +24,14 @@ from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers, uses_servers
+from megatron_dapo.config.derived import (
+    gpus_per_server_node,
+    nodes_per_server,
+    servers_per_node,
+    shares_gpus,
+    starts_servers,
+    uses_servers,
+)
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.storage.run_folder import RunFolder
@@ -45,12 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ends.record_end(EndKind.USER_ERROR, USER_ERROR_EXIT_CODE, error.sentences[0])
         print(error.report(), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
-    num_ranks = config.trainer.n_procs_per_node if arguments.role != "server" else 0
-    rounds = [
-        all_reduce.AllReduceRanks(num_ranks)
-        for _ in range(all_reduce.num_fork_rounds(config.trainer.nnodes))
-        if num_ranks
-    ]
+    num_ranks, num_nodes = _ranks_here(config, arguments.role)
+    rounds = [all_reduce.AllReduceRanks(num_ranks) for _ in range(all_reduce.num_fork_rounds(num_nodes)) if num_ranks]
     try:
         return Preflight(config, arguments, rounds).run()
     except PreflightError as error:
@@ -100,6 +103,15 @@ def _parser() -> argparse.ArgumentParser:
         "--meeting-timeout", type=float, default=600.0, metavar="S", help="but of the first, until all nodes came (600)"
     )
     return options_parser
+
+
+def _ranks_here(config: Config, role: str) -> tuple[int, int]:
+    """Return a node's ranks in an all-reduce, and the nodes of one: the trainer's, or those of a
+    server on several."""
+    if role != "server":
+        return config.trainer.n_procs_per_node, config.trainer.nnodes
+    over = nodes_per_server(config)
+    return servers_per_node(config) * gpus_per_server_node(config) if over > 1 else 0, over
 
 
 def _words(text: str) -> list[str]:
@@ -253,9 +265,13 @@ class Preflight:
         backend = "nccl" if self._uses_gpus else "gloo"
         floor = self._arguments.min_bandwidth
         floor = all_reduce.FLOOR_GB_S[backend] if floor is None else floor
-        result = all_reduce.check(self._nodes, self._trainers, self._rounds, backend, floor)
-        if result.found:
-            self._add("all-reduce", result)
+        groups, over = {"trainer": [self._trainers]}, nodes_per_server(self._config)
+        if self._starts_servers and self._servers and over > 1:  # neighbouring nodes make a server
+            groups["servers"] = [self._servers[first : first + over] for first in range(0, len(self._servers), over)]
+        for name, members in groups.items():
+            result = all_reduce.check(self._nodes, name, members, self._rounds, backend, floor)
+            if result.found:
+                self._add("all-reduce", result)
         self._http()
 
     def _host(self) -> str:

@@ -1,5 +1,5 @@
-"""An all-reduce over the trainer's ranks, as in training: does it work, is it right and fast
-enough? If not, on which node is the fault?"""
+"""All-reduces over the ranks of the trainer, and of each server on several nodes: do they work, are
+they right and fast enough? If not, on which node is the fault?"""
 
 import multiprocessing
 import os
@@ -102,47 +102,62 @@ class AllReduceRanks:
 OTHERS = "given up, since another node failed"
 
 
-def num_fork_rounds(num_trainers: int) -> int:
-    """Return the largest number of all-reduces: one, and if it is slow or fails, some between pairs
-    of nodes."""
-    return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_trainers)))) if num_trainers > 2 else 0)
+def num_fork_rounds(num_nodes: int) -> int:
+    """Return the largest number of all-reduces of so many nodes: one, and if it is slow or fails,
+    some between pairs of them."""
+    return 1 + (min(_PAIR_ROUNDS, len(list(pairings(num_nodes)))) if num_nodes > 2 else 0)
 
 
 def check(
-    nodes: PreflightNodes, trainers: Sequence[int], rounds: Sequence[AllReduceRanks], backend: str, floor_gb_s: float
+    nodes: PreflightNodes,
+    name: str,
+    groups: Sequence[Sequence[int]],
+    rounds: Sequence[AllReduceRanks],
+    backend: str,
+    floor_gb_s: float,
 ) -> Result:
-    """Measure the all-reduce over the trainer nodes, seen from this node; only culprits get a
-    `Result.problem`.
+    """Measure the all-reduce over the nodes of each group, seen from this node; only culprits get a
+    `Result.problem`. The call is collective over all nodes.
 
     Args:
-        trainers: indices of the trainer nodes.
-        rounds: this node's ranks for each all-reduce; [] on other nodes.
+        name: of the groups, for the others' waits.
+        groups: indices of nodes: the trainer's, or those of each server. All have the same size.
+        rounds: this node's ranks for each all-reduce, if it is in a group.
     """
-    probe = _Probe(nodes, trainers, backend, rounds[0].count if rounds else 0)
-    world = probe.world(trainers)
-    if nodes.index in trainers and world == 1:
-        return Result("one rank: nothing to reduce")
-    seconds = probe.run("ring", trainers, rounds[0]) if nodes.index in trainers else None
-    ring = {index: answer for index, answer in enumerate(nodes.gather("ring", seconds)) if index in trainers}
-    network = rounds[0].network if nodes.index in trainers else ""
-    has_no_fabric = len(trainers) > 1 and network == SOCKETS and not _are_sockets_wanted(os.environ)
-    is_without_fabric = any(nodes.gather("network", has_no_fabric))
-    failures = {index: answer for index, answer in ring.items() if isinstance(answer, str)}
-    if not failures:
-        bandwidth = probe.gb_s(trainers, max(ring.values()))
-        how = f"{backend}, {network}" if network else backend
-        summary = f"{bandwidth:.3g} GB/s over {world} ranks ({how}, at least {floor_gb_s:g})"
-        if bandwidth >= floor_gb_s or is_without_fabric:
-            return Result(summary if nodes.index in trainers else "", NO_FABRIC if has_no_fabric else None)
-        what = f"the all-reduce of {world} ranks reaches {bandwidth:.3g} GB/s, {floor_gb_s:g} are needed"
+    own = next((group for group in groups if nodes.index in group), ())
+    probe = _Probe(nodes, name, backend, rounds[0].count if own else 0)
+    if probe.world(groups[0]) == 1:
+        return Result("one rank: nothing to reduce" if own else "")
+    seconds = probe.run(f"ring/{own[0]}", own, rounds[0]) if own else None
+    answers = nodes.gather(f"{name}: ring", seconds)
+    network = rounds[0].network if own else ""
+    has_no_fabric = len(own) > 1 and network == SOCKETS and not _are_sockets_wanted(os.environ)
+    is_without_fabric = any(nodes.gather(f"{name}: network", has_no_fabric))
+    verdicts = [probe.verdict(group, answers, floor_gb_s, network) for group in groups]
+    faulty = [v for v in verdicts if v.fault and (v.failures or not is_without_fabric)]
+    if len(groups[0]) > 2:
+        culprits = probe.culprits([verdict.group for verdict in faulty], rounds[1:], floor_gb_s)
     else:
-        summary = "failed"
-        causes = {index: error for index, error in failures.items() if error != OTHERS}
-        what = f"the all-reduce of {world} ranks failed ({'; '.join(sorted(set(causes.values())))})"
-    culprits = probe.culprits(rounds[1:], floor_gb_s) if len(trainers) > 2 else _without_pairs(failures, trainers)
+        culprits = [index for verdict in faulty for index in _without_pairs(verdict.failures, verdict.group)]
+    if not own:
+        return Result("")
+    verdict = verdicts[groups.index(own)]
+    if verdict not in faulty:
+        return Result(verdict.summary, NO_FABRIC if has_no_fabric else None)
     if nodes.index not in culprits:
-        return Result(summary if nodes.index in trainers else "")
-    return Result(summary, f"{what}{_where(culprits, trainers)}; {_CURES[backend]}, or take the node out of the job.")
+        return Result(verdict.summary)
+    where = _where([index for index in culprits if index in own], own)
+    return Result(verdict.summary, f"{verdict.fault}{where}; {_CURES[backend]}, or take the node out of the job.")
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What an all-reduce of a group was like. fault: None if it works and is fast enough."""
+
+    group: Sequence[int]
+    summary: str
+    fault: str | None
+    failures: Mapping[int, str]
 
 
 NO_FABRIC = (
@@ -169,15 +184,15 @@ _CURES = {
 }
 
 
-def _without_pairs(failures: Mapping[int, str], trainers: Sequence[int]) -> list[int]:
+def _without_pairs(failures: Mapping[int, str], group: Sequence[int]) -> list[int]:
     """Return the faulty nodes of two: the first to fail by itself, or both."""
-    return [index for index, error in failures.items() if error != OTHERS] or list(trainers)
+    return [index for index, error in failures.items() if error != OTHERS] or list(group)
 
 
-def _where(culprits: Sequence[int], trainers: Sequence[int]) -> str:
-    if len(culprits) == len(trainers):
-        return ", and no node is better than the others" if len(trainers) > 1 else ""
-    return ", and it is so with every node that was tried" if len(trainers) > 2 else ""
+def _where(culprits: Sequence[int], group: Sequence[int]) -> str:
+    if len(culprits) == len(group):
+        return ", and no node is better than the others" if len(group) > 1 else ""
+    return ", and it is so with every node that was tried" if len(group) > 2 else ""
 
 
 def pairings(count: int) -> Iterator[list[tuple[int, int]]]:
@@ -201,19 +216,19 @@ def find_culprits(speeds: Mapping[tuple[int, int], float], floor: float) -> list
 
 
 class _Probe:
-    def __init__(self, nodes: PreflightNodes, trainers: Sequence[int], backend: str, ranks_per_node: int) -> None:
+    def __init__(self, nodes: PreflightNodes, name: str, backend: str, ranks_per_node: int) -> None:
         self._nodes = nodes
-        self._trainers = list(trainers)
+        self._name = name
         self._backend = backend
         self._timeout_s = nodes.timeout_s / 2  # the others wait for the answer of a rank that waits
-        counts = nodes.gather("ranks per node", ranks_per_node)
+        counts = nodes.gather(f"{name}: ranks per node", ranks_per_node)
         self._per_node = max(counts)
 
     def world(self, members: Sequence[int]) -> int:
         return self._per_node * len(members)
 
     def run(self, key: str, members: Sequence[int], ranks: AllReduceRanks) -> float | str:
-        first = list(members).index(self._nodes.index) * self._per_node
+        key, first = f"{self._name}: {key}", list(members).index(self._nodes.index) * self._per_node
         tasks = [
             AllReduceTask(key, self._nodes.address, first + i, self.world(members), self._backend, i, self._timeout_s)
             for i in range(self._per_node)
@@ -229,23 +244,38 @@ class _Probe:
         world = self.world(members)
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
-    def culprits(self, rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
-        """Return the nodes at fault, found by all-reduces between pairs of trainer nodes, many
-        pairs at a time.
+    def verdict(self, group: Sequence[int], answers: Sequence[Any], floor: float, network: str) -> _Verdict:
+        """Return the verdict on a group. answers: of all nodes, seconds or an error. network: of this
+        node's group."""
+        what = f"the all-reduce of {self.world(group)} ranks"
+        failures = {index: answers[index] for index in group if isinstance(answers[index], str)}
+        if failures:
+            causes = sorted({error for error in failures.values() if error != OTHERS})
+            return _Verdict(group, "failed", f"{what} failed ({'; '.join(causes)})", failures)
+        speed = self.gb_s(group, max(answers[index] for index in group))
+        how = f"{self._backend}, {network}" if network else self._backend
+        summary = f"{speed:.3g} GB/s over {self.world(group)} ranks ({how}, at least {floor:g})"
+        fault = None if speed >= floor else f"{what} reaches {speed:.3g} GB/s, {floor:g} are needed"
+        return _Verdict(group, summary, fault, failures)
+
+    def culprits(self, groups: Sequence[Sequence[int]], rounds: Sequence[AllReduceRanks], floor: float) -> list[int]:
+        """Return the nodes at fault in each group, found by all-reduces between pairs of its nodes,
+        many pairs at a time.
 
         The call is collective over all nodes.
         """
         speeds: dict[tuple[int, int], float] = {}
-        for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(self._trainers)), strict=False):
-            members = [[self._trainers[place] for place in pair] for pair in pairs]
+        for number, pairs in zip(range(_PAIR_ROUNDS), pairings(len(groups[0]) if groups else 0), strict=False):
+            members = [[group[place] for place in pair] for group in groups for pair in pairs]
             own = next((pair for pair in members if self._nodes.index in pair), None)
             answer = self.run(f"pairs {number}/{own[0]}", own, rounds[number]) if own else None
-            answers = self._nodes.gather(f"pairs {number}", answer)
+            answers = self._nodes.gather(f"{self._name}: pairs {number}", answer)
             for pair in members:
                 both = [answers[index] for index in pair]
                 failed = any(isinstance(each, str) for each in both)
                 speeds[pair[0], pair[1]] = 0.0 if failed else self.gb_s(pair, max(both))
-        return find_culprits(speeds, floor)
+        of_group = ({pair: speed for pair, speed in speeds.items() if pair[0] in group} for group in groups)
+        return [culprit for of_pairs in of_group for culprit in find_culprits(of_pairs, floor)]
 
 
 # ------------------------------------------------------------------------------------- in the ranks

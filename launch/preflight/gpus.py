@@ -16,7 +16,13 @@ from launch.preflight.machine import REPOSITORY, Result
 from megatron_dapo.checks.gpu_checks import machine_here, shared_gpu_faults
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.sizes import format_bytes
-from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import (
+    gpus_per_server_node,
+    servers_per_node,
+    shares_gpus,
+    starts_reward_model,
+    starts_servers,
+)
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.platform.transformer_engine import EngineHere
@@ -37,7 +43,7 @@ def needed(config: Config, role: str, has_reward_model: bool = False) -> int:
     """
     count = config.trainer.n_procs_per_node if role != "server" else 0
     if role == "server" or (role == "both" and starts_servers(config) and not shares_gpus(config)):
-        count += servers_per_node(config) * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+        count += servers_per_node(config) * gpus_per_server_node(config)
     if has_reward_model or (role == "both" and starts_reward_model(config)):
         count += config.reward.model.tensor_model_parallel_size
     return count

@@ -392,3 +392,9 @@ def server_option(config: Config, option: str) -> str | None:
         if name == option:
             last = value if equals else following
     return last
+
+
+def nodes_per_server(config: Config) -> int:
+    """Return the nodes of a server: 1 on the trainer's machine, in any number of processes."""
+    server = config.actor_rollout_ref.rollout.server
+    return server.nodes_per_server if server.nnodes else 1

@@ -9,7 +9,7 @@ between, with those of both sides there.
 import math
 from dataclasses import dataclass
 
-from megatron_dapo.common.sizes import GB
+from megatron_dapo.common.sizes import GB, GIB
 from megatron_dapo.config.derived import parallel_sizes, shares_gpus, uses_critic
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import (
@@ -18,15 +18,16 @@ from megatron_dapo.estimates.memory import (
     kept_by_server,
     kept_by_trainer,
     model_states,
-    num_all_parameters,
     reference_weights,
     weight_sync_bytes,
 )
 from megatron_dapo.estimates.server_states import given_states, state_bytes, states_per_request, states_share
+from megatron_dapo.estimates.server_weights import holds_blocks, weight_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # SGLang's own share of an 80 GB GPU for weights and KV cache: all but 0.5 GB, 1.5 MB per token of a
-# chunk of prefill (8192), TP / 8 GB and the CUDA graphs (sglang 0.5.23, arg_groups/memory_hook.py).
+# chunk of prefill (8192), TP / 8 GB (here of TP 8) and the CUDA graphs (sglang 0.5.23,
+# arg_groups/memory_hook.py).
 SERVER_SHARE = 0.82
 # Bytes per second between a GPU and pinned memory, over PCIe 5.0 x16 (63 GB/s), in one direction.
 COPY_RATE = 55 * GB
@@ -68,12 +69,12 @@ class ServerParts:
 
 
 def server_memory(config: Config, spec: ModelSpec, critic: ModelSpec | None = None) -> ServerParts:
-    """Return a server's share of the weights, in half precision, its key-value cache, and states of
+    """Return a GPU's share of a server's weights, its key-value cache, and states of
     delta nets. critic: the spec of a critic of another size, which may be kept on a shared GPU."""
     server = config.actor_rollout_ref.rollout.server
     width = dtype_bytes(config)
     tp = server.tensor_model_parallel_size
-    weights = num_all_parameters(spec) * width // tp
+    weights = weight_bytes(spec, width, tp, in_blocks=holds_blocks(config))
     per_token = spec.num_attention_layers * cache_width(spec, tp) * width
     left = int(server_share(config, spec, critic) * config.trainer.gpu_memory_gb * GB) - weights
     state, number = state_bytes(config, spec) // tp, given_states(config)
@@ -101,7 +102,8 @@ def server_share(config: Config, actor: ModelSpec, critic: ModelSpec | None = No
     if (share := config.actor_rollout_ref.rollout.server.mem_fraction_static) is not None:
         return share
     if not shares_gpus(config):
-        return SERVER_SHARE
+        beyond = max(config.actor_rollout_ref.rollout.server.tensor_model_parallel_size / 8 - 1, 0) * GIB
+        return SERVER_SHARE - beyond / (config.trainer.gpu_memory_gb * GB)
     kept = kept_while_sampling(config, actor, critic) / (config.trainer.gpu_memory_gb * GB)
     return max(math.floor((SERVER_SHARE - kept) * 100), 1) / 100
 

@@ -26,6 +26,20 @@ NO_TENSOR_PARALLEL = (
 )
 FOUR_TRAINERS = ("trainer.nnodes=4", *NO_TENSOR_PARALLEL)
 RECIPE_WITH_A_SERVER_NODE = (*NO_TENSOR_PARALLEL, "trainer.nnodes=1", "actor_rollout_ref.rollout.server.nnodes=1")
+SERVERS_OF_TWO_NODES = (
+    "trainer.nnodes=2",
+    "actor_rollout_ref.rollout.server.nodes_per_server=2",
+    "actor_rollout_ref.rollout.server.nnodes=2",
+    "actor_rollout_ref.rollout.server.tensor_model_parallel_size=4",
+)
+TWO_SERVERS_OF_TWO_NODES = (
+    *NO_TENSOR_PARALLEL,
+    "trainer.nnodes=1",
+    "actor_rollout_ref.rollout.server.num_servers=2",
+    "actor_rollout_ref.rollout.server.nodes_per_server=2",
+    "actor_rollout_ref.rollout.server.nnodes=4",
+    "actor_rollout_ref.rollout.server.tensor_model_parallel_size=2",
+)
 GIVEN_SERVER = "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:1]"
 
 
@@ -66,7 +80,7 @@ class Job:
 
 
 JOBS = {
-    "well": Job("tts", ONE_SERVER_NODE),
+    "well": Job("ttss", SERVERS_OF_TWO_NODES, ("--server-hosts", "127.0.0.1,127.0.0.1")),
     "version": Job("tts", ONE_SERVER_NODE, troubles={2: other_sglang}),
     "folder": Job(
         "tts", ONE_SERVER_NODE, troubles={1: impatient}, of_node={1: ("--shared", "/tmp/preflight-elsewhere")}
@@ -79,6 +93,9 @@ JOBS = {
     "given": Job("t", (*RECIPE_WITH_A_SERVER_NODE, GIVEN_SERVER), ()),
     "replay": Job("t", (*RECIPE_WITH_A_SERVER_NODE, "trainer.replay=batches"), ()),
     "interface": Job("tttt", FOUR_TRAINERS, (), {2: wrong_interface}),
+    "server link": Job(
+        "tssss", TWO_SERVERS_OF_TWO_NODES, ("--server-hosts", ",".join(["127.0.0.1"] * 4)), {3: wrong_interface}
+    ),
     "slow": Job("tttt", FOUR_TRAINERS, ("--min-bandwidth", "0.02"), {1: slow_network}),
     "all slow": Job("tts", ONE_SERVER_NODE, ("--server-hosts", "127.0.0.1", "--min-bandwidth", "1e6")),
 }

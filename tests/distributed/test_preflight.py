@@ -27,17 +27,20 @@ def said(preflights, job: str, index: int) -> str:
 
 
 def test_fit_nodes_get_a_table_and_nothing_is_left_behind(preflights):
-    assert preflights[1]["well"] == [0, 0, 0]
+    assert preflights[1]["well"] == [0, 0, 0, 0]
     lines = said(preflights, "well", 0).splitlines()
-    assert lines[0] == "Preflight of 3 nodes" and lines[-1] == "preflight: ok"
-    rows = {line[6:20].strip(): line for line in lines[1:-1]}
+    assert lines[0] == "Preflight of 4 nodes" and lines[-1] == "preflight: ok"
+    names = [line[6:20].strip() for line in lines[1:-1]]
     assert all(line.startswith("  ok  ") for line in lines[1:-1])
-    assert list(rows) == [
+    assert names == [
         *("versions", "shared folder", "files", "GPUs", "compiler", "disk", "scratch", "limits", "ports"),
-        *("all-reduce", "HTTP"),
+        *("all-reduce", "all-reduce", "HTTP"),
     ]
-    assert "all 3" in rows["versions"] and "node0, node1" in rows["all-reduce"] and "2 ranks" in rows["all-reduce"]
-    assert [said(preflights, "well", index) for index in (1, 2)] == ["preflight: ok\n"] * 2
+    assert "all 4" in lines[1]
+    of_trainer, of_server = (line for line in lines if "all-reduce" in line)
+    assert "node0, node1" in of_trainer and "2 ranks" in of_trainer
+    assert "node2, node3" in of_server and "4 ranks" in of_server  # two of each node of the server
+    assert [said(preflights, "well", index) for index in (1, 2, 3)] == ["preflight: ok\n"] * 3
     assert not (preflights[0] / "well-shared").exists()
 
 
@@ -51,6 +54,7 @@ def test_fit_nodes_get_a_table_and_nothing_is_left_behind(preflights):
         ("given", "node0", "does not reach http://127.0.0.1:1 ([Errno 111] Connection refused)", "start them"),
         ("roles", "node0", "there are 3 trainer and 0 server nodes", "start as many"),
         ("interface", "node2", "the all-reduce of 4 ranks failed (ifa != nullptr", "set GLOO_SOCKET_IFNAME"),
+        ("server link", "node3", "the all-reduce of 2 ranks failed (ifa != nullptr", "set GLOO_SOCKET_IFNAME"),
         ("slow", "node1", "reaches 0.0", "it is so with every node that was tried"),
     ],
 )

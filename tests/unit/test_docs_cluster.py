@@ -2,24 +2,38 @@
 settings, sizes."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from launch.slurm import outcome
+from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.cost import JobLimit
+from megatron_dapo.commands.plan.plan_text import time_plan
+from megatron_dapo.commands.plan.process_plan import memory_lines
+from megatron_dapo.commands.plan.shortage import shortage
+from megatron_dapo.commands.plan.step_time import Assumptions, phase_times, run_time, server_of
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import parallel_sizes
+from megatron_dapo.config.derived import nodes_per_server, parallel_sizes
+from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.memory import trainer_memory
 from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.estimates.recompute import settled
 from megatron_dapo.estimates.server_memory import server_memory
+from megatron_dapo.estimates.server_weights import fills_blocks
 from megatron_dapo.huggingface.spec_reader import model_spec
 from tests.config_overrides import TP8_PP2
 from tests.model_json import MODEL_JSON
+from tests.proofs import proof
 
 pytestmark = pytest.mark.unit
+
+SERVER = "actor_rollout_ref.rollout.server"
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -129,3 +143,110 @@ def test_the_first_job_installs_what_its_recipe_demands():
 
 def test_the_readme_leads_here():
     assert "docs/cluster.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+LARGER = SECTIONS["Models larger than a node"]
+
+
+def plans_of_the_page() -> dict[str, tuple[Config, list[str]]]:
+    """Return, by model, the configs of the section's commands, and the lines below each."""
+    plans = {}
+    for command in re.split(r"^    (?=python)", LARGER, flags=re.MULTILINE)[1:]:
+        words, _, printed = command.replace("\\\n", " ").partition("\n")
+        path, *overrides = shlex.split(words)[5:]
+        config = load_config(ROOT / path, overrides)
+        lines = [line.strip() for line in printed.splitlines() if line.startswith("      ")]
+        plans[Path(config.actor_rollout_ref.model.path).name] = config, lines
+    return plans
+
+
+PLANS = plans_of_the_page()
+
+
+@pytest.mark.parametrize("model", PLANS)
+def test_the_smallest_jobs_of_models_larger_than_a_node_are_as_planned(model, short_simulation):
+    config, (trainer, server, layout) = PLANS[model]
+    spec, assumed = model_spec(model_json_named(model)), Assumptions.usual(config, HARDWARE["h100"])
+    validate(config, model_json_named(model), check_files=False)
+    assert shortage(config := settled(config, spec), spec) == []
+    assert {trainer, server} <= set(memory_lines(config, (spec, None)))
+    assert layout in time_plan(config, model, assumed, run_time(config, spec, assumed, [0]), JobLimit())
+    over = nodes_per_server(config) // 2
+    fewer = with_keys(config, {f"{SERVER}.tensor_model_parallel_size": 8 * over})
+    assert not server_memory(fewer, spec).holds(config.data.max_prompt_length + config.data.max_response_length)
+
+
+def jobs_of_the_page() -> list[tuple[str, Config, list[int | float]]]:
+    """Return (model, config, numbers) of the section's table."""
+    jobs = []
+    for model, form, nodes, servers, *numbers in (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in LARGER.splitlines()
+        if "x TP" in line and "|" in line
+    ):
+        number, tp, over = map(int, re.findall(r"\d+", servers))
+        values = {"nnodes": int(nodes), "num_servers": number, "tensor_model_parallel_size": tp}
+        keys = {f"{SERVER}.{key}": value for key, value in (values | {"nodes_per_server": over}).items()}
+        keys |= {f"{SERVER}.max_running_requests": 256, "actor_rollout_ref.rollout.max_concurrency": 256}
+        keys |= {"actor_rollout_ref.rollout.quantization": "fp8"} if form == "FP8" else {}
+        jobs.append((model, with_keys(PLANS[model][0], keys), [float(cell) for cell in numbers]))
+    return jobs
+
+
+JOBS = jobs_of_the_page()
+
+
+@pytest.mark.parametrize(("model", "config", "numbers"), JOBS)
+def test_servers_of_larger_jobs_are_as_planned(model, config, numbers):
+    spec = model_spec(model_json_named(model))
+    config = settled(config, spec)
+    speed = server_of(config, spec, Assumptions.usual(config, HARDWARE["h100"]))
+    server = server_memory(config, spec)
+    assert [round(server.weights / GB, 1), speed.slots, round(speed.tokens_per_s)] == numbers[:3]
+    validate(config, model_json_named(model), check_files=False)
+    assert shortage(config, spec) == []
+
+
+@proof
+@pytest.mark.parametrize(("model", "config", "numbers"), JOBS)
+def test_steps_of_larger_jobs_are_as_planned(model, config, numbers):
+    spec = model_spec(model_json_named(model))
+    config = settled(config, spec)
+    (step,) = run_time(config, spec, Assumptions.usual(config, HARDWARE["h100"]), [0]).steps
+    assert round(step.step) == numbers[3]
+
+
+def mixture_in(form: str) -> Config:
+    fp8 = [
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "actor_rollout_ref.rollout.max_concurrency=192",
+        f"{SERVER}.max_running_requests=192",
+        f"{SERVER}.extra_args=[--ep-size, '2']",
+    ]
+    config = load_config(ROOT / "configs" / "dapo_qwen3_235b_a22b.yaml", fp8 if form == "FP8" else [])
+    validate(config, model_json_named("qwen3-235b-a22b"), check_files=False)
+    return settled(config, model_spec(model_json_named("qwen3-235b-a22b")))
+
+
+FORMS = re.findall(r"^\| (bfloat16|FP8) \|([ \d.|]+)\|$", SECTIONS["How many nodes"], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("form", "line"), FORMS)
+def test_the_table_of_fp8_is_as_planned(form, line):
+    config, spec = mixture_in(form), model_spec(model_json_named("qwen3-235b-a22b"))
+    server = server_memory(config, spec)
+    parts = phase_times(config, spec, Assumptions.usual(config, HARDWARE["h100"]))
+    assert [float(cell) for cell in line.split("|")][:5] == [
+        *(round(server.weights / GB, 1), server.num_tokens // 22528),
+        *(parts.server.slots, round(parts.server.tokens_per_s), round(parts.push, 1)),
+    ]
+    assert shortage(config, spec) == [] and fills_blocks(config, spec, 8) == (form == "FP8")
+
+
+@proof
+@pytest.mark.parametrize(("form", "line"), FORMS)
+def test_the_steps_of_fp8_are_as_planned(form, line):
+    config, spec = mixture_in(form), model_spec(model_json_named("qwen3-235b-a22b"))
+    (step,) = run_time(config, spec, Assumptions.usual(config, HARDWARE["h100"]), [0]).steps
+    days = step.step * config.trainer.total_training_steps / 86400
+    assert [float(cell) for cell in line.split("|")][5:] == [round(step.step), round(days, 1)]

@@ -91,7 +91,7 @@ def test_the_states_of_a_server_bound_its_requests_as_sglang_does():
     server = server_memory(config, spec)
     left = 0.82 * 80e9 - 8_953_803_264
     assert server.states / server.kv_cache == pytest.approx(0.9)
-    assert server.states + server.kv_cache == pytest.approx(left)
+    assert server.states + server.kv_cache == pytest.approx(left, rel=1e-5)  # norms are whole on both GPUs
     assert server.num_requests == int(left * 0.9 / 1.9 // (5 * (24 * (32 * 128 * 128 * 4 + 8192 * 6)) // 2))
     assumed = Assumptions.usual(config, HARDWARE["h100"])
     assert slots_in_cache(config, spec, assumed) == server.num_requests, "its cache holds more"

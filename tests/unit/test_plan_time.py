@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.commands.plan.server_time import (
+    ServerLayout,
     ServerSpeed,
     active_parameters,
     mean_context,
@@ -412,7 +413,7 @@ def test_a_server_writes_as_fast_as_was_worked_out_by_hand():
     responses = Lengths(median=4, sigma=0.0, longest=8)
     assert mean_context(responses, 1) == 3
     assert (num_all_parameters(SMALL), active_parameters(SMALL)) == (1704, 1448)
-    speed = server_speed(SMALL, 1, 10, responses, 1, SLOW, HALF)
+    speed = server_speed(SMALL, ServerLayout(1, 10), responses, 1, SLOW, HALF)
     assert speed.token_s == pytest.approx(3408 / 1e4 + 1e-3)
     assert speed.token_s_per_request == pytest.approx(96 / 1e4 + 2896 / 1e4)
     assert speed.tokens_per_s == pytest.approx(10 / (0.3418 + 10 * 0.2992))
@@ -425,7 +426,9 @@ def test_a_servers_work_for_each_request_makes_more_of_them_slower():
     request, and 0.08 s per request, over 4 tokens."""
     responses = Lengths(median=4, sigma=0.0, longest=8)
     busy = replace(SLOW, host_token_s=0.02, host_request_token_s=0.003, host_request_s=0.08)
-    hidden, shown = (server_speed(SMALL, 1, 10, responses, 1, hardware, HALF) for hardware in (SLOW, busy))
+    hidden, shown = (
+        server_speed(SMALL, ServerLayout(1, 10), responses, 1, hardware, HALF) for hardware in (SLOW, busy)
+    )
     assert shown.token_s - hidden.token_s == pytest.approx(0.019)
     assert shown.token_s_per_request - hidden.token_s_per_request == pytest.approx(0.023)
 
@@ -434,7 +437,7 @@ def test_a_layer_with_a_window_reads_no_more_of_the_cache():
     """One of the two layers sees 2 of the 3 tokens: 16 bytes of 96 are not read."""
     responses = Lengths(median=4, sigma=0.0, longest=8)
     local = replace(SMALL, windows=Windows(2, (True, False), 1e4))
-    all_read, less = (server_speed(spec, 1, 10, responses, 1, SLOW, HALF) for spec in (SMALL, local))
+    all_read, less = (server_speed(spec, ServerLayout(1, 10), responses, 1, SLOW, HALF) for spec in (SMALL, local))
     assert all_read.token_s_per_request - less.token_s_per_request == pytest.approx(16 / 1e4)
 
 

@@ -21,14 +21,21 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import GB
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.config.derived import replaces_groups, shares_gpus
-from megatron_dapo.config.key_names import MEGATRON
+from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import show_text, value_of
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
-from megatron_dapo.estimates.hardware import HARDWARE, Hardware, hardware_named, lack_of_fp8
+from megatron_dapo.estimates.hardware import (
+    HARDWARE,
+    Hardware,
+    hardware_named,
+    lack_of_fp8,
+    serves_fp8,
+)
 from megatron_dapo.estimates.model_shapes import MODEL_SHAPES, model_json_named
 from megatron_dapo.estimates.recompute import settled
+from megatron_dapo.estimates.server_weights import holds_blocks
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 
@@ -109,6 +116,11 @@ def plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     megatron = config.actor_rollout_ref.actor.megatron
     if megatron.fp8 != "none" and (lack := lack_of_fp8(hardware.name, hardware.capability, megatron.fp8_recipe)):
         raise UserError(f"{MEGATRON}.fp8 is {megatron.fp8} with fp8_recipe {megatron.fp8_recipe}, {lack}")
+    if holds_blocks(config) and hardware.capability > (0, 0) and not serves_fp8(hardware.capability):  # a CPU does
+        raise UserError(
+            f"{ROLLOUT}.quantization is fp8, which servers have on GPUs of compute capability 8.9 to 9.x, but "
+            f"{hardware.name} has {'.'.join(map(str, hardware.capability))} (--hardware); set it to null."
+        )
     assumed = _assumptions(config, arguments, hardware)
     print_line("Memory, per GPU\n" + "\n".join(f"  {line}" for line in memory_lines(config, (spec, critic))) + "\n")
     staleness = arguments.staleness or sorted({*STALENESS, config.actor_rollout_ref.rollout.max_staleness})

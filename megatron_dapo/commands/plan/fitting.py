@@ -6,51 +6,83 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import critic_batching, parallel_sizes, uses_critic
+from megatron_dapo.config.derived import critic_batching, parallel_sizes, shares_gpus, uses_critic
 from megatron_dapo.config.key_names import MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.memory import trainer_memory, usable_memory
 from megatron_dapo.estimates.recompute import ALL_LAYERS
 from megatron_dapo.estimates.server_memory import server_memory, server_share
+from megatron_dapo.estimates.server_weights import fills_blocks, holds_blocks
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
-SERVER_TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
+SERVER = f"{ROLLOUT}.server"
+SERVER_TP = f"{SERVER}.tensor_model_parallel_size"
+NUM_SERVERS, SERVER_NODES = f"{SERVER}.num_servers", f"{SERVER}.nodes_per_server"
+OVER_NODES = (1, 2, 4, 8)  # of a server, fewer first
 _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_NODES = 256
 
 
-def server_sizes(config: Config, spec: ModelSpec) -> list[int]:
-    """Return the tensor-parallel sizes within a node for SGLang's cut of this model."""
+def server_sizes(config: Config, spec: ModelSpec, nodes: int = 1) -> list[int]:
+    """Return the tensor-parallel sizes of a server for SGLang's cut of this model: parts of a node,
+    or all GPUs of several."""
     gpus = config.trainer.n_procs_per_node
-    return [tp for tp in range(1, gpus + 1) if gpus % tp == 0 and cuts_server(spec, tp)]
+    sizes = [nodes * gpus] if nodes > 1 else [tp for tp in range(1, gpus + 1) if gpus % tp == 0]
+    return [tp for tp in sizes if cuts_server(config, spec, tp)]
 
 
-def cuts_server(spec: ModelSpec, tp: int) -> bool:
+def cuts_server(config: Config, spec: ModelSpec, tp: int) -> bool:
     """Return whether SGLang cuts this model for so many GPUs."""
     if spec.num_heads % tp or (spec.moe and (spec.ffn_size % tp or spec.moe.shared_ffn_size % tp)):
         return False
     if spec.delta_net and spec.delta_net.num_key_heads % tp:
         return False
+    if holds_blocks(config) and not fills_blocks(config, spec, tp):
+        return False
     return not (spec.num_kv_heads % tp and tp % spec.num_kv_heads)
 
 
-def smallest_server(config: Config, spec: ModelSpec) -> int | None:
-    """Return the least tensor-parallel size of a server that holds a sample of full length; none
-    within a node does."""
+def all_server_sizes(config: Config, spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return (tensor-parallel size, nodes) of all servers to choose from, the smallest first. Without
+    nodes of their own they are within one."""
+    over = OVER_NODES if config.actor_rollout_ref.rollout.server.nnodes else (1,)
+    return [(tp, nodes) for nodes in over for tp in server_sizes(config, spec, nodes)]
+
+
+def smallest_server(config: Config, spec: ModelSpec) -> tuple[int, int] | None:
+    """Return (tensor-parallel size, nodes) of the smallest server that holds a sample of full length;
+    None if none does."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     fitting = (
-        tp
-        for tp in server_sizes(config, spec)
+        (tp, nodes)
+        for tp, nodes in all_server_sizes(config, spec)
         if server_memory(with_keys(config, {SERVER_TP: tp}), spec).holds(longest)
     )
     return next(fitting, None)
 
 
+def server_keys(config: Config, tp: int, nodes: int) -> dict[str, Any]:
+    """Return the keys of servers of this size: as many as now, or as the GPUs of their nodes hold.
+
+    On one machine they share the GPUs that they have now.
+    """
+    server, gpus = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
+    keys: dict[str, Any] = {SERVER_TP: tp, SERVER_NODES: nodes}
+    if nodes > 1:
+        number = max(server.nnodes // nodes, 1)
+        return keys | {NUM_SERVERS: number, f"{SERVER}.nnodes": number * nodes}
+    num_nodes = config.trainer.nnodes if shares_gpus(config) else server.nnodes
+    if not num_nodes:
+        num_nodes, gpus = 1, server.num_servers * server.tensor_model_parallel_size
+    return keys | {NUM_SERVERS: num_nodes * max(min(server.num_servers // num_nodes, gpus // tp), 1)}
+
+
 def least_server_memory(config: Config, spec: ModelSpec) -> float:
-    """Return the bytes that each GPU of a node has to have for the largest server within it to hold
-    a sample."""
-    largest = with_keys(config, {SERVER_TP: server_sizes(config, spec)[-1]})
+    """Return the bytes that each GPU has to have for the largest server to hold a sample."""
+    own = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
+    tp = max((tp for tp, _ in all_server_sizes(config, spec)), default=own)
+    largest = with_keys(config, {SERVER_TP: tp})
     server = server_memory(largest, spec)
     longest = config.data.max_prompt_length + config.data.max_response_length
     return (server.weights + server.least_cache(largest, longest)) / server_share(largest, spec)

@@ -12,6 +12,7 @@ from megatron_dapo.config.derived import (
     gen_batch_size,
     has_reference_for_own_loss,
     needs_old_log_probs,
+    nodes_per_server,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     offload_fraction,
@@ -42,6 +43,7 @@ from megatron_dapo.estimates.server_memory import (
     server_memory,
     server_share,
 )
+from megatron_dapo.estimates.server_weights import holds_blocks
 from megatron_dapo.huggingface.lora_settings import actor_is_reference, lora_settings
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import FILTER_METRICS
@@ -270,7 +272,9 @@ def _servers(config: Config) -> Iterator[str]:
         return
     server = rollout.server
     servers = f"{_count(server.num_servers, 'SGLang server')} x TP {server.tensor_model_parallel_size}"
-    if server.nnodes:
+    if (nodes := nodes_per_server(config)) > 1:
+        yield f"{servers}, each over {nodes} of {server.nnodes} server nodes"
+    elif server.nnodes:
         yield f"{servers}, {servers_per_node(config)} on each of {_count(server.nnodes, 'server node')}"
     else:
         yield f"{servers}, started by launch/ on {server.host}, ports chosen at start"
@@ -348,8 +352,9 @@ def memory_lines(config: Config, specs: tuple[ModelSpec, ModelSpec | None]) -> I
     if starts_servers(config) or are_a_jobs:
         server = server_memory(config, *specs)
         longest = config.data.max_prompt_length + config.data.max_response_length
+        form = " in FP8 blocks" if holds_blocks(config) else ""
         yield (
-            f"server: weights {format_gb(server.weights)} GB per GPU, KV cache {format_gb(server.kv_cache)} for "
+            f"server: weights {format_gb(server.weights)} GB per GPU{form}, KV cache {format_gb(server.kv_cache)} for "
             f"{_count(server.num_tokens, 'token')}, {_count(server.num_tokens // longest, 'sample')} of full length"
         )
         if server.num_requests is not None:

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checks.run_checks import load_and_validate
-from megatron_dapo.commands.plan.fitting import SERVER_TP, changed_overrides, cuts_server, layout_keys, mini_batches
+from megatron_dapo.commands.plan.fitting import (
+    NUM_SERVERS,
+    OVER_NODES,
+    SERVER,
+    SERVER_NODES,
+    SERVER_TP,
+    changed_overrides,
+    cuts_server,
+    layout_keys,
+    mini_batches,
+)
 from megatron_dapo.commands.plan.shortage import ADAPTER_RANK, OFFLOAD, takes_offload
 from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Recipe, Speed
@@ -57,7 +67,6 @@ SIZES = (1, 2, 4, 8)
 LAYOUTS_PER_SPLIT = 2  # the fastest ones; a slower layout of the same GPUs is of no use
 SERVERS_PER_SPLIT = 2  # those with most tokens per second; fewer, larger ones end a step's tail earlier
 _CHANCE = 1.1  # bound of a step over a simulated one of few requests, at most
-SERVER = f"{ROLLOUT}.server"
 SHARED = "actor_rollout_ref.hybrid_engine"
 CONCURRENCY = f"{ROLLOUT}.max_concurrency"
 
@@ -243,24 +252,36 @@ def _fastest_servers(
     config: Config, num_gpus: int, source: ConfigSource, assumed: Assumptions, oldest: int
 ) -> list[dict[str, Any]]:
     """Return the keys of the servers with the most tokens per second in total, the fastest first;
-    none if none fits. Each takes as many requests as its cache holds, and a step may have."""
+    none if none fits. Each takes as many requests as its cache holds, and a step may have. Servers over
+    several nodes are for models that no server within a node holds."""
     spec, rollout = source.actor, config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     most = max(gen_batch_size(config), (oldest + 1) * config.data.train_batch_size) * rollout.n
-    rates: list[tuple[float, dict[str, Any]]] = []
-    for tp in SIZES:
-        per_node = num_gpus // max(config.trainer.nnodes if shares_gpus(config) else rollout.server.nnodes, 1)
-        if per_node % tp or not cuts_server(spec, tp):
-            continue
-        num_servers = num_gpus // tp
-        keys: dict[str, Any] = {f"{SERVER}.num_servers": num_servers, SERVER_TP: tp}
-        changed = with_keys(config, keys)
-        if not server_memory(changed, spec, source.critic).holds(longest):
-            continue
-        keys[CONCURRENCY] = max(min(slots_in_cache(changed, spec, assumed), ceil_div(most, num_servers)), 1)
-        rates.append((num_servers * server_of(with_keys(changed, keys), spec, assumed).tokens_per_s, keys))
-    rates.sort(key=lambda rate: -rate[0])
-    return [keys for _, keys in rates[:SERVERS_PER_SPLIT]]
+    for nodes in OVER_NODES:
+        rates: list[tuple[float, dict[str, Any]]] = []
+        for tp in _server_sizes(config, spec, num_gpus, nodes):
+            num_servers = num_gpus // tp
+            keys: dict[str, Any] = {NUM_SERVERS: num_servers, SERVER_TP: tp, SERVER_NODES: nodes}
+            changed = with_keys(config, keys)
+            if not server_memory(changed, spec, source.critic).holds(longest):
+                continue
+            keys[CONCURRENCY] = max(min(slots_in_cache(changed, spec, assumed), ceil_div(most, num_servers)), 1)
+            rates.append((num_servers * server_of(with_keys(changed, keys), spec, assumed).tokens_per_s, keys))
+        if rates:
+            rates.sort(key=lambda rate: -rate[0])
+            return [keys for _, keys in rates[:SERVERS_PER_SPLIT]]
+    return []
+
+
+def _server_sizes(config: Config, spec: ModelSpec, num_gpus: int, nodes: int) -> list[int]:
+    """Return the tensor-parallel sizes that divide the GPUs of a node, or of so many whole nodes of
+    the servers' own."""
+    num_nodes = config.trainer.nnodes if shares_gpus(config) else config.actor_rollout_ref.rollout.server.nnodes
+    per_node = num_gpus // max(num_nodes, 1)
+    if nodes == 1:
+        return [tp for tp in SIZES if per_node % tp == 0 and cuts_server(config, spec, tp)]
+    has_nodes = not shares_gpus(config) and num_nodes and num_nodes % nodes == 0
+    return [nodes * per_node] if has_nodes and cuts_server(config, spec, nodes * per_node) else []
 
 
 def _layouts(source: ConfigSource, config: Config, assumed: Assumptions) -> Iterator[tuple[float, dict[str, Any]]]:
@@ -359,9 +380,9 @@ def _line(number: int, pair: tuple[Candidate, StepTime], source: ConfigSource) -
     sizes = parallel_sizes(config)
     num_bytes = trainer_memory(config, source.actor, source.critic).total
     tp = keys[SERVER_TP]
-    sampling = keys[f"{SERVER}.num_servers"] * tp
+    sampling = keys[NUM_SERVERS] * tp
     gpus = f"{sizes.world} in turns" if keys[SHARED] else f"{sizes.world}:{sampling}"
-    servers = f"{keys[f'{SERVER}.num_servers']}xTP{tp} x {candidate.parts.server.slots}"
+    servers = f"{keys[NUM_SERVERS]}xTP{tp} x {candidate.parts.server.slots}"
     return (
         f"  {number:>2}  {candidate.max_staleness:>3}  {gpus:>17}  {sizes.tp:>2}  {sizes.pp:>2}  {sizes.cp:>2}"
         f"  {sizes.ep:>2}  {_recomputed(keys):>9}  {keys[OFFLOAD]:>12.0%}"

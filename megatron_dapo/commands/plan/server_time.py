@@ -12,14 +12,18 @@ from megatron_dapo.common.sizes import MIB, ceil_div
 from megatron_dapo.config.derived import has_given_servers, shares_gpus, world_size
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.lengths import Lengths
-from megatron_dapo.estimates.hardware import Hardware
+from megatron_dapo.estimates.hardware import FP8_SPEED, Hardware, serves_fp8
 from megatron_dapo.estimates.memory import num_all_parameters, num_expert_parameters
 from megatron_dapo.estimates.server_memory import cache_width
+from megatron_dapo.estimates.server_weights import weight_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 # Seconds of a small all-reduce inside a node, two per layer and token: 10 to 20 us by SGLang's and
 # vLLM's own kernels on 4 to 8 GPUs.
 ALL_REDUCE_S = 15e-6
+# The same over nodes, by NCCL: 61 to 75 us for 128 bytes to 4 KB on two nodes of 8 H100
+# (github.com/NVIDIA/nccl, issue 1453).
+ALL_REDUCE_OVER_NODES_S = 65e-6
 # Seconds per bucket until the server has loaded it and answered, besides its broadcast: a real
 # server's on a CPU (docs/weight_sync.md, "How fast it is").
 BUCKET_S = 5e-3
@@ -48,6 +52,20 @@ class ServerSpeed:
         return ServerSpeed(self.token_s * factor, self.token_s_per_request * factor, self.slots, self.prefill_s)
 
 
+@dataclass(frozen=True)
+class ServerLayout:
+    """A server's GPUs, and what they hold."""
+
+    tp: int
+    slots: int
+    """Requests at once, at most."""
+    nodes: int = 1
+    in_blocks: bool = False
+    """Whether its weights are FP8 blocks."""
+    state: int = 0
+    """Bytes of a request's states of delta nets."""
+
+
 def mean_context(responses: Lengths, prompt: int) -> float:
     """Return the tokens that a running request has in the cache, the mean over running requests and
     time: the prompt, and E[L^2] / 2 E[L], since long responses run longer."""
@@ -56,16 +74,13 @@ def mean_context(responses: Lengths, prompt: int) -> float:
 
 def server_speed(
     spec: ModelSpec,
-    tp: int,
-    slots: int,
+    layout: ServerLayout,
     responses: Lengths,
     prompt: int,
     hardware: Hardware,
     efficiency: Efficiency,
-    state: int = 0,
 ) -> ServerSpeed:
-    """Return the speed of a server of tp GPUs with at most `slots` requests at once. state: the bytes
-    of a request's states of delta nets.
+    """Return the speed of a server.
 
     Per token of all requests: the weights from memory, two all-reduces per layer, and the host. The
     weights are those of all experts, since some dozen requests use each one.
@@ -73,28 +88,40 @@ def server_speed(
     Per request: its keys and values from memory, its states of delta nets from and to memory, two
     operations per parameter, its part of the all-reduces, and the host's work. Keys and values are
     2 x layers x KV heads x dim numbers per token of its context (arXiv 2309.06180, section 3). The
-    host's time to read and answer the request is spread over its tokens.
+    host's time to read and answer the request is spread over its tokens. Over several nodes
+    all-reduces go at the network's speed.
     """
-    memory = hardware.memory_bandwidth * efficiency.memory * tp
-    rate = hardware.flops * efficiency.matmul * tp
-    weights = num_all_parameters(spec) * WIDTH
-    kv_per_token = tp * spec.num_attention_layers * cache_width(spec, tp) * WIDTH
+    tp = layout.tp
+    memory = hardware.memory_bandwidth * efficiency.memory
+    weights = weight_bytes(spec, WIDTH, tp, in_blocks=layout.in_blocks)
+    kv_per_token = spec.num_attention_layers * cache_width(spec, tp) * WIDTH
+    latency, bandwidth = ALL_REDUCE_S, hardware.link_bandwidth
+    if layout.nodes > 1:
+        latency, bandwidth = ALL_REDUCE_OVER_NODES_S, hardware.network_bandwidth
     reduced = 2 * spec.num_layers * 2 * (tp - 1) / tp * spec.hidden_size * WIDTH
-    active = 2 * active_parameters(spec)
+    multiplied_s = _operations(spec, layout, hardware) / (hardware.flops * efficiency.matmul * tp)
     context = mean_context(responses, prompt)
     if spec.windows is not None:  # of layers with a window no more is read
         share = spec.num_local_layers / spec.num_layers
         context = (1 - share) * context + share * min(context, spec.windows.size)
     return ServerSpeed(
-        token_s=weights / memory + (2 * spec.num_layers * ALL_REDUCE_S if tp > 1 else 0.0) + hardware.host_token_s,
-        token_s_per_request=(kv_per_token * context + 2 * state) / memory
-        + active / rate
-        + reduced / (hardware.link_bandwidth * efficiency.link)
+        token_s=weights / memory + (2 * spec.num_layers * latency if tp > 1 else 0.0) + hardware.host_token_s,
+        token_s_per_request=(kv_per_token * context + 2 * layout.state / tp) / memory
+        + multiplied_s
+        + reduced / (bandwidth * efficiency.link)
         + hardware.host_request_token_s
         + hardware.host_request_s / responses.mean,
-        slots=slots,
-        prefill_s=active / rate,
+        slots=layout.slots,
+        prefill_s=multiplied_s,
     )
+
+
+def _operations(spec: ModelSpec, layout: ServerLayout, hardware: Hardware) -> float:
+    """Return a token's operations, in those of bfloat16: FP8 ones count by their speed, all but the
+    head's."""
+    head = spec.vocab_size * spec.hidden_size
+    is_faster = layout.in_blocks and serves_fp8(hardware.capability)
+    return 2 * ((active_parameters(spec) - head) / (FP8_SPEED if is_faster else 1) + head)
 
 
 def active_parameters(spec: ModelSpec) -> int:
@@ -119,10 +146,11 @@ def push_rate(config: Config, hardware: Hardware, efficiency: Efficiency) -> flo
     return (hardware.link_bandwidth if is_near else hardware.network_bandwidth) * efficiency.link
 
 
-def push_s(spec: ModelSpec, bucket_mb: int, rate: float) -> float:
+def push_s(spec: ModelSpec, bucket_mb: int, rate: float, *, in_blocks: bool = False) -> float:
     """Return the seconds of a push at so many bytes per second.
 
-    The weights go in bfloat16. For each bucket the answers of the servers are added.
+    The weights go in bfloat16, or in FP8 blocks. For each bucket the answers of the servers are
+    added.
     """
-    num_bytes = num_all_parameters(spec) * WIDTH
+    num_bytes = weight_bytes(spec, WIDTH, in_blocks=in_blocks)
     return num_bytes / rate + ceil_div(num_bytes, bucket_mb * MIB) * BUCKET_S

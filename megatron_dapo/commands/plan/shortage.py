@@ -4,19 +4,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_dapo.commands.plan.fitting import (
+    SERVER,
     SERVER_TP,
+    all_server_sizes,
     changed_overrides,
     in_gb,
     least_server_memory,
     node_counts,
+    server_keys,
     server_sizes,
     smallest_server,
     smallest_trainer,
 )
-from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import servers_per_node, shares_gpus, starts_servers
+from megatron_dapo.common.sizes import GB, ceil_div
+from megatron_dapo.config.derived import gpus_per_server_node, servers_per_node, shares_gpus, starts_servers
 from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
-from megatron_dapo.config.keys import with_keys
+from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.hardware import HARDWARE
 from megatron_dapo.estimates.memory import (
@@ -63,7 +66,7 @@ def shortage(config: Config, actor: ModelSpec, critic: ModelSpec | None = None) 
                 f"tokens{states}, too few for the {longest} of one prompt with its response (trainer.gpu_memory_gb "
                 f"{available:g}); {_larger_server(config, actor, critic)}."
             )
-        sentences += _beyond_a_node(config)
+        sentences += _beyond_its_nodes(config)
     if shares_gpus(config):
         sentences += _in_turns(config, actor, critic)
     return sentences
@@ -141,7 +144,7 @@ def _in_turns(config: Config, actor: ModelSpec, critic: ModelSpec | None) -> Ite
         sizes = {tp: with_keys(config, {SERVER_TP: tp}) for tp in server_sizes(config, actor)}
         tp = next((tp for tp, changed in sizes.items() if push_memory(changed, actor, critic) <= size), None)
         cure = (
-            f"set {SERVER_TP} to {tp} and {_fewer_servers(config, tp)}"
+            _set(config, server_keys(config, tp, 1))
             if tp
             else f"raise {MEGATRON}.tensor_model_parallel_size, or lower weight_sync.bucket_size_mb"
         )
@@ -155,33 +158,35 @@ def _larger_server(config: Config, spec: ModelSpec, critic: ModelSpec | None) ->
     server, gpus = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
     if shares_gpus(config) and kept_while_sampling(config, spec, critic) > kept_by_trainer(config, spec):
         return f"set {MEGATRON}.param_offload and optimizer_offload to true: the trainer's memory is beside it"
-    if tp := smallest_server(config, spec):
-        has_room = not (server.nnodes or shares_gpus(config)) or servers_per_node(config) * tp <= gpus
-        return f"set {SERVER_TP} to {tp}" + ("" if has_room else f", and {_fewer_servers(config, tp)}")
+    if (smallest := smallest_server(config, spec)) is not None:
+        return _set(config, server_keys(config, *smallest))
     needed = least_server_memory(config, spec)
     enough = [name for name, gpu in HARDWARE.items() if gpu.memory >= needed and gpu.capability > (0, 0)]
     names = f", such as {enough[0]}" if enough else ", which none of `plan --hardware` has: serve a smaller model"
-    return (
-        f"a server does not span nodes, and on the {gpus} GPUs of one this model needs GPUs of {in_gb(needed)} GB"
-        f"{names}"
-    )
+    most = max((nodes for _, nodes in all_server_sizes(config, spec)), default=1)
+    where = f"on {most} nodes of {gpus} GPUs" if most > 1 else f"on the {gpus} GPUs of one node"
+    why = "" if server.nnodes else f"without nodes of their own ({SERVER}.nnodes) servers do not span nodes, and "
+    return f"{why}{where} this model needs GPUs of {in_gb(needed)} GB{names}"
 
 
-def _beyond_a_node(config: Config) -> list[str]:
+def _beyond_its_nodes(config: Config) -> list[str]:
     """Return a mistake if a node's servers need more GPUs than it has. Servers of one process each
     may be on CPUs, in any number."""
-    server = config.actor_rollout_ref.rollout.server
-    tp, number, gpus = server.tensor_model_parallel_size, servers_per_node(config), config.trainer.n_procs_per_node
-    if not server.nnodes or tp == 1 or number * tp <= gpus:
+    server, gpus = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
+    tp, number = server.tensor_model_parallel_size, servers_per_node(config)
+    if not server.nnodes or tp == 1 or number * gpus_per_server_node(config) <= gpus:
         return []
-    cure = f"set {_fewer_servers(config, tp)}" if tp <= gpus else f"set it to {gpus} or less"
+    over = server.nodes_per_server
+    least = 2 ** (ceil_div(tp, gpus) - 1).bit_length()
+    cure = _set(config, server_keys(config, tp, max(over, least)))
+    less = f"set it to {over * gpus} or less, or " if tp > over * gpus else ""
     return [
-        f"{SERVER_TP} is {tp}, and each node has {number} {'server' if number == 1 else 'servers'}, but {gpus} GPUs "
-        f"(trainer.n_procs_per_node), and a server does not span nodes; {cure}."
+        f"{SERVER_TP} is {tp}{f' over {over} nodes' if over > 1 else ''}, and each node has {number} "
+        f"{'server' if number == 1 else 'servers'}, but {gpus} GPUs (trainer.n_procs_per_node); {less}{cure}."
     ]
 
 
-def _fewer_servers(config: Config, tp: int) -> str:
-    nodes = config.trainer.nnodes if shares_gpus(config) else config.actor_rollout_ref.rollout.server.nnodes
-    number = nodes * max(config.trainer.n_procs_per_node // tp, 1)
-    return f"{ROLLOUT}.server.num_servers to {number}"
+def _set(config: Config, keys: Mapping[str, Any]) -> str:
+    """Return the keys with other values than a config's, in words."""
+    words = [f"{key} to {show_text(value)}" for key, value in keys.items() if value_of(config, key) != value]
+    return "set " + " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)

@@ -5,7 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_dapo.commands.plan.server_time import ServerSpeed, mean_context, push_rate, push_s, server_speed
+from megatron_dapo.commands.plan.server_time import (
+    ServerLayout,
+    ServerSpeed,
+    mean_context,
+    push_rate,
+    push_s,
+    server_speed,
+)
 from megatron_dapo.commands.plan.simulated_server import Machines
 from megatron_dapo.commands.plan.simulation import Recipe, Simulation, Speed, random_draws
 from megatron_dapo.commands.plan.training_time import (
@@ -21,6 +28,7 @@ from megatron_dapo.config.derived import (
     gen_batch_size,
     needs_old_log_probs,
     needs_reference,
+    nodes_per_server,
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
     shares_gpus,
@@ -33,6 +41,7 @@ from megatron_dapo.data.lengths import MEAN_SHARE, SPREAD, Lengths
 from megatron_dapo.estimates.hardware import Hardware
 from megatron_dapo.estimates.server_memory import COPY_RATE, moved_bytes, moving_s, server_memory
 from megatron_dapo.estimates.server_states import state_bytes
+from megatron_dapo.estimates.server_weights import holds_blocks
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.queue.group_filter import by_correctness
 
@@ -183,6 +192,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
     speed = server_of(config, spec, assumed)
     context = mean_context(assumed.responses, assumed.prompt)
+    pushed_s = push_s(spec, config.weight_sync.bucket_size_mb, rate, in_blocks=holds_blocks(config))
     return PhaseTimes(
         server=speed,
         num_servers=num_servers(config),
@@ -192,7 +202,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         reference=training.score if needs_reference(config) else 0.0,
         critic=critic_s,
         hand_over=work.num_tokens * assumed.hand_over_s * factors.hand_over,
-        push=push_s(spec, config.weight_sync.bucket_size_mb, rate) * factors.push if uses_servers(config) else 0.0,
+        push=pushed_s * factors.push if uses_servers(config) else 0.0,
         prefill_s=0.0 if config.weight_sync.pause_mode == "in_place" else speed.slots * context * speed.prefill_s,
         moving=2 * moving_s(config, moved_bytes(config, spec, critic), min(COPY_RATE, hardware.host_link_bandwidth))
         if shares_gpus(config)
@@ -215,16 +225,14 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     limits = [rollout.max_concurrency, slots_in_cache(config, spec, assumed)]
     if rollout.server.max_running_requests:
         limits.append(rollout.server.max_running_requests)
-    speed = server_speed(
-        spec,
+    layout = ServerLayout(
         rollout.server.tensor_model_parallel_size,
         max(min(limits), 1),
-        assumed.responses,
-        assumed.prompt,
-        assumed.hardware,
-        assumed.efficiency,
+        nodes_per_server(config),
+        holds_blocks(config),
         state_bytes(config, spec),
     )
+    speed = server_speed(spec, layout, assumed.responses, assumed.prompt, assumed.hardware, assumed.efficiency)
     if assumed.server_tokens_per_s is not None:
         return speed.scaled_to(assumed.server_tokens_per_s)
     return speed.scaled_to(speed.tokens_per_s / assumed.factors.server)
