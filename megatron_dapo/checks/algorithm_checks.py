@@ -20,6 +20,7 @@ from megatron_dapo.config.derived import (
     replaces_groups,
     uses_dynamic_sampling,
     uses_experience_replay,
+    uses_kl_in_reward,
 )
 from megatron_dapo.config.key_names import (
     ACTOR,
@@ -108,6 +109,10 @@ def _slots(config: Config) -> Iterator[str]:
         )
 
 
+def _clips_surrogate(config: Config) -> bool:
+    return POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].clips_surrogate
+
+
 def _clips_weight(config: Config) -> bool:
     """Return whether the ratio is clipped at any advantage; CISPO's paper has no lower bound."""
     return POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].clips_weight
@@ -121,14 +126,14 @@ def _lower_clip(config: Config) -> Iterator[str]:
             f"{low_key} is {low:g}, but must be at most 1, which is no lower bound: the ratio of two probabilities is "
             f"never negative."
         )
-    if low >= 1.0 and not _clips_weight(config):
+    if low >= 1.0 and _clips_surrogate(config):
         yield f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative."
 
 
 def _upper_clip(config: Config) -> Iterator[str]:
     low, high = effective_clip(config)
     low_key, _ = clip_keys(config)
-    if high < low and not _clips_weight(config):
+    if high < low and _clips_surrogate(config):
         yield (
             f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
             f"upper side: set clip_ratio_high to that or more."
@@ -138,7 +143,7 @@ def _upper_clip(config: Config) -> Iterator[str]:
 def _dual_clip(config: Config) -> Iterator[str]:
     bound = config.actor_rollout_ref.actor.clip_ratio_c
     _, high = effective_clip(config)
-    if bound is not None and bound <= 1.0 + high and not _clips_weight(config):
+    if bound is not None and bound <= 1.0 + high and _clips_surrogate(config):
         yield (
             f"{ACTOR}.clip_ratio_c is {bound:g}, inside the clip range that ends at {1.0 + high:g}; "
             f"set it above that, or to null for no dual clip."
@@ -168,7 +173,7 @@ def _loss_of_replayed_tokens(config: Config) -> Iterator[str]:
             f"the loss of replayed tokens has one per token; set policy_loss to "
             f"{' or '.join(policy_losses_with(over_sequences=False))}, or enable to false."
         )
-    if _clips_weight(config) and actor.off_policy_shaping_mode == "dapo_clip_higher":
+    elif actor.policy_loss != "dapo" and actor.off_policy_shaping_mode == "dapo_clip_higher":
         yield (
             f"{ACTOR}.off_policy_shaping_mode is dapo_clip_higher, which clips replayed tokens as new ones are clipped "
             f"with {POLICY_LOSS} dapo, but that is {actor.policy_loss}; set off_policy_shaping_mode to "
@@ -234,6 +239,22 @@ def _estimators(config: Config) -> Iterator[str]:
             f"{ESTIMATOR} is {chosen}, which compares a response with the others of its group, but {N} is 1; "
             f"set n to 2 or more, or {ESTIMATOR} to {' or '.join(estimators_with(per_token=True))}."
         )
+
+
+def _rewards_below_zero(config: Config) -> Iterator[str]:
+    """Yield a mistake for each term below 0 in rewards by whose mean the estimator divides."""
+    if not advantage_estimator(config).divides_by_mean:
+        return
+    shaping = config.algorithm.overlong_reward_shaping
+    punishes = shaping.enable and (shaping.buffer_len > 0 or shaping.truncation_penalty < 0.0)
+    terms = (f"{OVERLONG}.enable", punishes, "false"), (f"{KL_CTRL}.kl_coef", uses_kl_in_reward(config), "0")
+    for key, is_negative, off in terms:
+        if is_negative:
+            yield (
+                f"{key} is {show_text(value_of(config, key))}, so that rewards may be negative, but {ESTIMATOR} is "
+                f"{config.algorithm.adv_estimator}, which divides by their mean; set {key.split('.')[-1]} to {off}, or "
+                f"adv_estimator to {' or '.join(estimators_with(per_token=False, divides_by_mean=False))}."
+            )
 
 
 def _off_policy_clip(config: Config) -> Iterator[str]:
@@ -401,6 +422,7 @@ ALGORITHM_CHECKS = (
     _rewarded_truncation,
     _filtered_truncation,
     _estimators,
+    _rewards_below_zero,
     _off_policy_clip,
     _replay_estimator,
     _replay_group_size,
