@@ -241,20 +241,25 @@ def _estimators(config: Config) -> Iterator[str]:
         )
 
 
-def _rewards_below_zero(config: Config) -> Iterator[str]:
-    """Yield a mistake for each term below 0 in rewards by whose mean the estimator divides."""
-    if not advantage_estimator(config).divides_by_mean:
-        return
+def _punishment_below_zero(config: Config) -> Iterator[str]:
     shaping = config.algorithm.overlong_reward_shaping
-    punishes = shaping.enable and (shaping.buffer_len > 0 or shaping.truncation_penalty < 0.0)
-    terms = (f"{OVERLONG}.enable", punishes, "false"), (f"{KL_CTRL}.kl_coef", uses_kl_in_reward(config), "0")
-    for key, is_negative, off in terms:
-        if is_negative:
-            yield (
-                f"{key} is {show_text(value_of(config, key))}, so that rewards may be negative, but {ESTIMATOR} is "
-                f"{config.algorithm.adv_estimator}, which divides by their mean; set {key.split('.')[-1]} to {off}, or "
-                f"adv_estimator to {' or '.join(estimators_with(per_token=False, divides_by_mean=False))}."
-            )
+    if shaping.enable and (shaping.buffer_len > 0 or shaping.truncation_penalty < 0.0):
+        yield from _below_zero(config, f"{OVERLONG}.enable", "false")
+
+
+def _kl_below_zero(config: Config) -> Iterator[str]:
+    if uses_kl_in_reward(config):
+        yield from _below_zero(config, f"{KL_CTRL}.kl_coef", "0")
+
+
+def _below_zero(config: Config, key: str, off: str) -> Iterator[str]:
+    """Yield the mistake of a key that lowers rewards, if the estimator divides by their mean."""
+    if advantage_estimator(config).divides_by_mean:
+        yield (
+            f"{key} is {show_text(value_of(config, key))}, so that rewards may be negative, but {ESTIMATOR} is "
+            f"{config.algorithm.adv_estimator}, which divides by their mean; set {key.split('.')[-1]} to {off}, or "
+            f"adv_estimator to {' or '.join(estimators_with(per_token=False, divides_by_mean=False))}."
+        )
 
 
 def _off_policy_clip(config: Config) -> Iterator[str]:
@@ -422,7 +427,8 @@ ALGORITHM_CHECKS = (
     _rewarded_truncation,
     _filtered_truncation,
     _estimators,
-    _rewards_below_zero,
+    _punishment_below_zero,
+    _kl_below_zero,
     _off_policy_clip,
     _replay_estimator,
     _replay_group_size,

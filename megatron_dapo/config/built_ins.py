@@ -71,7 +71,7 @@ class _PolicyLoss:
     over_sequences: bool = False
     """One ratio per response: outside the fused head, and not for replayed tokens."""
     divergence: float = 0.0
-    """Largest divergence of its paper, for a loss that masks tokens beyond one."""
+    """Largest divergence in its authors' recipe, for a loss that masks tokens beyond one."""
 
     @property
     def clips_surrogate(self) -> bool:

@@ -338,7 +338,7 @@ def test_the_key_chooses_the_loss(kind):
         (["dppo_kl", f"{ACTOR}.dppo_threshold=0.2"], (1.0, 1.05), 0.2),
     ],
 )
-def test_the_gate_and_the_mask_are_those_of_their_papers_unless_told(overrides, temperatures, divergence):
+def test_the_gate_and_the_mask_have_their_authors_numbers_unless_told(overrides, temperatures, divergence):
     clip = loss_config(config_of(f"{POLICY_LOSS}={overrides[0]}", *overrides[1:])).clip
     assert (clip.tau_pos, clip.tau_neg) == temperatures and clip.divergence == divergence
 

@@ -178,7 +178,7 @@ class ActorConfig(Section):
             ActsIf(Is("policy_loss", "dppo_tv", "dppo_kl")),
         ]
     ] = None
-    """Largest divergence of a token's chance from that of the old policy; null = the paper's, 0.15 of dppo_tv, 0.05 of
+    """Largest divergence of a token's chance from that of the old policy; null = 0.15 of dppo_tv, 0.05 of
     dppo_kl."""
     loss_agg_mode: OfBuiltInLoss[
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
