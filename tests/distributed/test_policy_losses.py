@@ -163,7 +163,7 @@ def by_papers(models) -> dict[str, tuple[float, dict[str, Tensor]]]:
 
 def assert_that_of_its_paper(result: dict, expected: tuple[float, dict[str, Tensor]]) -> None:
     loss, gradients = expected
-    assert result["first"]["actor/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert result["metrics"]["actor/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-6)
     assert result["gradients"].keys() == gradients.keys()
     largest = max(gradient.abs().max() for gradient in gradients.values())
     for name, gradient in gradients.items():

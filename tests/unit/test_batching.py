@@ -131,7 +131,8 @@ def test_remax_without_a_greedy_answer_is_refused_by_group():
 def test_a_negative_reward_is_refused_by_an_estimator_that_divides_by_the_mean():
     with pytest.raises(UserError, match="group b has the reward -0.5.*maxrl, which divides.*wrong answers 0"):
         assemble([make_group("a", [1, 0]), make_group("b", [1.0, -0.5])], estimator="maxrl")
-    assert [sample.advantage for sample in assemble([make_group("a", [1, 0, 0])], estimator="maxrl")] == [2, -1, -1]
+    advantages = [sample.advantage for sample in assemble([make_group("a", [1, 0, 0])], estimator="maxrl")]
+    assert advantages == pytest.approx([2, -1, -1])
 
 
 def test_truncated_responses_lose_their_loss_but_stay_in_the_statistics():

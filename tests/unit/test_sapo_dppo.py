@@ -87,7 +87,7 @@ def test_dppo_is_the_formula_of_its_paper(kind, seed):
     leaves = (responses.advantages > 0) & (ratio > 1) | (responses.advantages < 0) & (ratio < 1)
     mask = ~(leaves & (divergence > threshold))
     assert 0 < (mask & (responses.mask != 0)).sum() < responses.mask.sum()
-    responses.assert_same(ours, responses.mean(-mask * ratio * responses.advantages, "token-mean"))
+    responses.assert_same(ours, responses.mean(-(mask * ratio * responses.advantages), "token-mean"))
 
 
 def of_token(kind: str, advantage: float, chance: float, old_chance: float, clip: Clip) -> tuple[float, float, dict]:

@@ -198,7 +198,7 @@ def token_loss_kernel(
     elif LOSS == "dapo":
         loss, slope, too_bad = _clipped(ratio, adv, ratio_low, ratio_high, dual)
     else:
-        loss, is_above, is_below = _masked(lp, old, ratio, adv, divergence, LOSS)
+        loss, is_masked = _masked(lp, old, ratio, adv, divergence, LOSS)
         slope = loss
     replayed = nowhere
     if exp_mask is not None:
@@ -266,16 +266,23 @@ def token_loss_kernel(
         own_sum = tl.sum(tl.where(on_policy, policy, 0.0), 0)
         _put(row, SUMS, "actor/on_pg_loss", own_sum, tl.sum(tl.where(on_policy, w, 0.0), 0))
     if LOSS == "dapo":
-        is_above = (adv > 0.0) & (ratio > ratio_high)
-        is_below = (adv < 0.0) & (ratio < ratio_low)
+        is_above = on_policy & (adv > 0.0) & (ratio > ratio_high)
     elif LOSS == "cispo":
-        is_above = ratio > ratio_high
-        is_below = ratio < ratio_low
+        is_above = on_policy & (ratio > ratio_high)
     elif LOSS == "sapo":
         is_above = nowhere
+    else:
+        is_above = on_policy & (adv > 0.0) & is_masked
+    _put(row, SUMS, "actor/on_pg_clipfrac", _number(is_above), num_on_policy)
+    if LOSS == "dapo":
+        is_below = on_policy & (adv < 0.0) & (ratio < ratio_low)
+    elif LOSS == "cispo":
+        is_below = on_policy & (ratio < ratio_low)
+    elif LOSS == "sapo":
         is_below = nowhere
-    _put(row, SUMS, "actor/on_pg_clipfrac", _number(on_policy & is_above), num_on_policy)
-    _put(row, SUMS, "actor/on_pg_clipfrac_lower", _number(on_policy & is_below), num_on_policy)
+    else:
+        is_below = on_policy & (adv < 0.0) & is_masked
+    _put(row, SUMS, "actor/on_pg_clipfrac_lower", _number(is_below), num_on_policy)
     _put(row, SUMS, "actor/dual_clipfrac", _number(on_policy & too_bad), num_on_policy)
     _put(row, SUMS, "actor/ppo_kl", tl.sum(-log_ratio, 0), num_counted)
     _put(row, SUMS, "actor/ratio_mean", ratio_sum, num_counted)
@@ -394,8 +401,7 @@ def _gated(ratio, adv, tau_pos, tau_neg):
 
 @triton.jit
 def _masked(lp, old, ratio, adv, largest, LOSS: tl.constexpr):
-    """Return the loss, also its derivative by the log of the ratio, and the tokens masked at a higher
-    chance, and at a lower one."""
+    """Return the loss, also its derivative by the log of the ratio, and the masked tokens."""
     chance = tl.exp(lp)
     old_chance = tl.exp(old)
     if LOSS == "dppo_tv":
@@ -404,10 +410,9 @@ def _masked(lp, old, ratio, adv, largest, LOSS: tl.constexpr):
         other = tl.maximum(1.0 - chance, SMALLEST_CHANCE)
         old_other = tl.maximum(1.0 - old_chance, SMALLEST_CHANCE)
         divergence = old_chance * (old - lp) + old_other * tl.log(old_other / other)
-    is_far = divergence > largest
-    is_above = (adv > 0.0) & (lp > old) & is_far
-    is_below = (adv < 0.0) & (lp < old) & is_far
-    return tl.where(is_above | is_below, 0.0, -adv * ratio), is_above, is_below
+    moves_on = ((adv > 0.0) & (lp > old)) | ((adv < 0.0) & (lp < old))
+    is_masked = moves_on & (divergence > largest)
+    return tl.where(is_masked, 0.0, -adv * ratio), is_masked
 
 
 @triton.jit
