@@ -14,7 +14,7 @@ from megatron_dapo.config.derived import has_reference_for_own_loss, uses_server
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
+from megatron_dapo.rewards.reward_registry import check_estimator, check_ground_truths, check_reward
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -68,6 +68,8 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> None:
         reward = config.reward
         check_reward(reward.function, reward.kwargs, sorted({prompt.data_source for prompt in prompts}))
         check_ground_truths(reward.function, prompts)
+        sources = sorted({prompt.data_source for prompt in datasets[0].prompts})
+        check_estimator(config.algorithm.adv_estimator, reward.function, sources)
 
 
 def _loss(config: Config) -> None:

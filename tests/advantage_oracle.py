@@ -30,11 +30,18 @@ def _grpo(group: PlainGroup, i: int) -> float:
     return (group.rewards[i] - mean) / (std + 1e-6 if group.normalize_by_std else 1.0)
 
 
+def _maxrl(group: PlainGroup, i: int) -> float:
+    """arXiv 2602.02710, algorithm 1: nothing is learned from a group without a right response."""
+    mean = fmean(group.rewards)
+    return (group.rewards[i] - mean) / mean if mean > 0 else 0.0
+
+
 # algorithm.adv_estimator -> advantage of response i
 OF_RESPONSE: dict[str, Callable[[PlainGroup, int], float]] = {
     "grpo": _grpo,
     "rloo": lambda group, i: group.rewards[i] - fmean(group.rewards[:i] + group.rewards[i + 1 :] or [0.0]),
     "remax": lambda group, i: group.rewards[i] - group.baseline,
+    "maxrl": _maxrl,
 }
 
 Numbers = Sequence[float] | np.ndarray
@@ -75,8 +82,8 @@ def check_group_estimators(module: ModuleType) -> None:
     """Raise AssertionError unless the functions
     of `algorithms/estimators.py` equal the plain ones."""
     rng = np.random.default_rng(0)
-    for num in (1, 2, 3, 8):
-        rewards, lengths = rng.normal(size=num).tolist(), list(range(num))  # one response is empty
+    for num, scale in ((1, 1.0), (2, 1.0), (3, 1.0), (8, 1.0), (4, 0.0)):
+        rewards, lengths = (scale * rng.normal(size=num)).tolist(), list(range(num))  # one response is empty
         plain = PlainGroup(rewards, [reward > 0 for reward in rewards], lengths, [n - n // 3 for n in lengths], 0.25)
         columns = [torch.tensor(column, dtype=torch.float64) for column in plain[:4]]
         groups = [(plain, {}), (plain._replace(normalize_by_std=False), {"normalize_by_std": False})]

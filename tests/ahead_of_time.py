@@ -32,7 +32,7 @@ from megatron_dapo.kernels import tuning
 from megatron_dapo.kernels.statistics import Merged
 from megatron_dapo.kernels.triton_ops.loss_kernel import token_loss
 from megatron_dapo.kernels.triton_ops.rows import KLTerms, row_divergence, row_gradient, row_statistics
-from tests.token_loss_oracle import BYPASS, EVERYTHING
+from tests.token_loss_oracle import BYPASS, EVERYTHING, KL, SAPO, TV
 
 TABLE = Path(__file__).with_name("compile") / "ahead_of_time.json"
 # bytes that one program can have
@@ -133,6 +133,9 @@ CASES: dict[str, Callable[[], object]] = {
     "token loss": _loss(LossConfig(report_entropy=True), "old_log_probs", "rollout_log_probs"),
     "token loss, everything on": _loss(EVERYTHING, *_ALL_FIELDS),
     "token loss, everything on, CISPO": _loss(replace(EVERYTHING, policy_loss="cispo"), *_ALL_FIELDS),
+    "token loss, everything on, SAPO": _loss(SAPO, *_ALL_FIELDS),
+    "token loss, everything on, DPPO by total variation": _loss(TV, *_ALL_FIELDS),
+    "token loss, everything on, DPPO by KL": _loss(KL, *_ALL_FIELDS),
     "token loss, weighed before, of older weights too": _loss(BYPASS, *_ALL_FIELDS, "is_stale", "importance"),
     "token loss, full KL": _loss(
         LossConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_type="full"), "rollout_log_probs"

@@ -54,6 +54,29 @@ def cispo(sequences):
     return loss, count, {"own/clipfrac": (clipped, count)}
 
 
+def sapo(sequences):
+    """Return SAPO (arXiv 2511.20347) with temperatures 0.5 and 2: sum over tokens, tokens."""
+    loss, count = 0.0, 0.0
+    for s in sequences:
+        ratio = (s.log_probs - s.old_log_probs).exp()
+        tau = 0.5 + 1.5 * (s.advantages <= 0)
+        loss = loss - (s.mask * 2 / tau * (1 + torch.tanh(tau / 2 * (ratio - 1))) * s.advantages).sum()
+        count = count + s.mask.sum()
+    return loss, count, {"own/clipfrac": (0.0, count)}
+
+
+def dppo_tv(sequences):
+    """Return DPPO (arXiv 2602.04879) with a total variation of at most 1e-4: sum over tokens, tokens."""
+    loss, count, masked = 0.0, 0.0, 0.0
+    for s in sequences:
+        grown = s.log_probs.detach().exp() - s.old_log_probs.exp()
+        is_masked = grown * s.advantages.sign() > 1e-4
+        loss = loss - (s.mask * ~is_masked * (s.log_probs - s.old_log_probs).exp() * s.advantages).sum()
+        count = count + s.mask.sum()
+        masked = masked + (s.mask * is_masked * (s.advantages > 0)).sum()
+    return loss, count, {"own/clipfrac": (masked, count)}
+
+
 def nothing(sequences):
     """Return a loss with a metric under a name of the trainer's."""
     return sum(s.log_probs.sum() for s in sequences), 1, {"actor/loss": (0.0, 1.0)}

@@ -60,7 +60,36 @@ def clipped(adv: float, ratio: float, low: float, high: float, dual: float | Non
     return -adv * ratio, -adv * ratio
 
 
-def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: LossConfig) -> tuple[float, float]:
+def gated(adv: float, ratio: float, clip: Clip) -> tuple[float, float]:
+    """SAPO: 4 / tau * sigmoid(tau * (r - 1)) in place of r. And its derivative by the log of r."""
+    tau = clip.tau_pos if adv > 0 else clip.tau_neg
+    e = math.exp(-tau * (ratio - 1))
+    return -adv * 4 / tau / (1 + e), -adv * 4 * ratio * e / (1 + e) ** 2
+
+
+def far(lp: float, old: float, config: LossConfig) -> bool:
+    """DPPO: whether the choice "this token, or any other" diverges too much from the old policy's."""
+    pairs = [(math.exp(old), math.exp(lp))]
+    pairs.append(tuple(max(1 - chance, 1e-8) for chance in pairs[0]))
+    if config.policy_loss == "dppo_tv":
+        return abs(pairs[0][0] - pairs[0][1]) > config.clip.divergence
+    return sum(q * math.log(q / p) for q, p in pairs) > config.clip.divergence
+
+
+def cut(adv: float, ratio: float, lp: float, old: float, config: LossConfig) -> tuple[bool, bool]:
+    """Whether a new token is cut above, and below."""
+    if config.policy_loss == "sapo":
+        return False, False
+    if config.policy_loss in ("dppo_tv", "dppo_kl"):
+        is_far = far(lp, old, config)
+        return is_far and adv > 0 and lp > old, is_far and adv < 0 and lp < old
+    always = config.policy_loss == "cispo"
+    return (adv > 0 or always) and ratio > 1 + config.clip.high, (adv < 0 or always) and ratio < 1 - config.clip.low
+
+
+def policy(
+    adv: float, log_ratio: float, lp: float, old: float, replayed: bool, config: LossConfig
+) -> tuple[float, float]:
     """Loss, and its derivative by the log-prob: of the clipped kinds by way
     of the clamped ratio."""
     clip = config.clip
@@ -72,7 +101,13 @@ def policy(adv: float, log_ratio: float, lp: float, replayed: bool, config: Loss
         elif ratio < 1 - clip.low:
             weight = 1 - clip.low
         return -weight * adv * lp, -weight * adv
-    loss, slope = by_ratio(adv, ratio, replayed, config)
+    if config.policy_loss == "sapo" and not replayed:
+        loss, slope = gated(adv, ratio, clip)
+    elif config.policy_loss in ("dppo_tv", "dppo_kl") and not replayed:
+        loss = 0.0 if any(cut(adv, ratio, lp, old, config)) else -adv * ratio
+        slope = loss
+    else:
+        loss, slope = by_ratio(adv, ratio, replayed, config)
     return loss, 0.0 if abs(log_ratio) > 20 else slope
 
 
@@ -104,7 +139,7 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     log_ratio = t["sequence_log_ratio"] if config.policy_loss == "gspo" else lp - old
     ratio = math.exp(clamp(log_ratio, 20.0))
     replayed = config.off_policy is not None and bool(t.get("exp_mask", 0))
-    loss, slope = policy(adv, log_ratio, lp, replayed, config)
+    loss, slope = policy(adv, log_ratio, lp, old, replayed, config)
     on, sums = 0 if replayed else 1, {}
     if config.rollout_is_threshold is not None:
         server_ratio = math.exp(clamp(old - t["rollout_log_probs"], 20.0))
@@ -123,10 +158,11 @@ def one_token(t: dict[str, float], config: LossConfig) -> tuple[dict, dict, tupl
     if config.off_policy is not None:
         sums["actor/off_pg_loss"] = ((1 - on) * w * loss, (1 - on) * w)
         sums["exp_mask_ratio"] = (1 - on, 1)
-    clip, cispo = config.clip, config.policy_loss == "cispo"
-    too_bad = not cispo and adv < 0 and clip.dual is not None and ratio > clip.dual
-    sums["actor/on_pg_clipfrac"] = (on * ((adv > 0 or cispo) and ratio > 1 + clip.high), on)
-    sums["actor/on_pg_clipfrac_lower"] = (on * ((adv < 0 or cispo) and ratio < 1 - clip.low), on)
+    clip, clips = config.clip, config.policy_loss in ("dapo", "gspo")
+    too_bad = clips and adv < 0 and clip.dual is not None and ratio > clip.dual
+    above, below = cut(adv, ratio, lp, old, config)
+    sums["actor/on_pg_clipfrac"] = (on * above, on)
+    sums["actor/on_pg_clipfrac_lower"] = (on * below, on)
     sums["actor/dual_clipfrac"] = (on * too_bad, on)
     sums["actor/ppo_kl"] = (-clamp(lp - old, 20.0), 1)
     sums["actor/ratio_mean"] = (ratio, 1)
@@ -294,6 +330,12 @@ def by_hand(config: LossConfig, rows: list[tuple[float, ...]]) -> Case:
     return Case(new, torch.ones_like(adv), tokens, config)
 
 
+def of_chances(config: LossConfig, rows: list[tuple[float, float, float]]) -> Case:
+    """Of rows (advantage, log-prob, old log-prob); every token counts."""
+    adv, new, old = torch.tensor(rows).T
+    return Case(new, None, TokenBatch(torch.ones_like(adv), torch.tensor(len(rows)), adv, old), config)
+
+
 EVERYTHING = LossConfig(
     clip=Clip(0.2, 0.28, 3.0),
     use_kl_loss=True,
@@ -305,6 +347,8 @@ EVERYTHING = LossConfig(
 )
 HIGHER = replace(EVERYTHING, off_policy=OffPolicy("dapo_clip_higher", clip_high=1.0))
 CISPO = replace(EVERYTHING, policy_loss="cispo")
+SAPO = replace(EVERYTHING, policy_loss="sapo")
+TV, KL = (replace(EVERYTHING, policy_loss=kind) for kind in ("dppo_tv", "dppo_kl"))
 STALE = replace(EVERYTHING, report_stale=True)
 ICEPOP = replace(EVERYTHING, rollout_is_threshold_lower=0.8)
 EDGES = replace(EVERYTHING, clip=Clip(0.0, 0.0, 1.0), rollout_is_threshold=1.0)
@@ -392,6 +436,35 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "a weighed log-prob of the current policy": lambda: random_case(
         replace(CISPO, off_policy=None), seed=20, old_log_probs=None
+    ),
+    "a gate, and all else": lambda: random_case(SAPO, seed=27),
+    "a gate alone": lambda: random_case(
+        LossConfig(clip=Clip(tau_pos=0.4, tau_neg=1.2), policy_loss="sapo", report_mismatch=False), seed=28
+    ),
+    "a gate at a ratio of 1 and beyond the clamps": lambda: by_hand(
+        SAPO, [(a, x, 0.0, 0.0, e) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.5, -0.5, 20.5, -20.5) for e in (0.0, 1.0)]
+    ),
+    "a gate of the current policy": lambda: random_case(replace(SAPO, off_policy=None), seed=29, old_log_probs=None),
+    "a mask by total variation, and all else": lambda: random_case(TV, seed=30),
+    "a mask by KL, and all else": lambda: random_case(KL, seed=31),
+    "a mask by KL alone": lambda: random_case(
+        LossConfig(clip=Clip(divergence=0.03), policy_loss="dppo_kl", report_mismatch=False), seed=32
+    ),
+    "a mask with weights of the step's making": lambda: weighed(
+        random_case(replace(TV, rollout_is_threshold=None), seed=33)
+    ),
+    "a mask of the current policy": lambda: random_case(replace(KL, off_policy=None), seed=34, old_log_probs=None),
+    "a mask at every bound and beyond the clamps": lambda: by_hand(
+        replace(TV, clip=Clip(divergence=0.1)),
+        [(a, x, 0.0, 0.0, e) for a in (1.0, -2.0, 0.0) for x in (0.0, 0.5, -0.5, 20.5, -20.5) for e in (0.0, 1.0)],
+    ),
+    "a total variation of exactly the largest": lambda: of_chances(
+        LossConfig(clip=Clip(divergence=1.0), policy_loss="dppo_tv", report_mismatch=False),
+        [(1.0, 0.0, -800.0), (-1.0, -800.0, 0.0)],
+    ),
+    "a chance that is rounded to 1": lambda: of_chances(
+        LossConfig(clip=Clip(divergence=0.0342), policy_loss="dppo_kl", report_mismatch=False),
+        [(1.0, 0.0, math.log(chance)) for chance in (0.997, 0.999)] + [(-1.0, -0.01, 0.0), (1.0, 0.0, 0.0)],
     ),
     "none counts": lambda: random_case(EVERYTHING, seed=13, weights=torch.zeros(300), count=torch.tensor(0)),
     "no tokens": lambda: random_case(EVERYTHING, n=0, count=torch.tensor(5)),

@@ -58,3 +58,13 @@ def remax(group: GroupRewards) -> Tensor:
     """Return A_i = R_i - baseline, [n] (ReMax, arXiv 2310.10505)."""
     assert group.baseline is not None, "a group for remax has the reward of a greedy answer"
     return group.rewards - group.baseline
+
+
+def maxrl(group: GroupRewards) -> Tensor:
+    """Return A_i = (R_i - mean(R)) / mean(R), [n]; 0 if the mean is not above 0.
+
+    MaxRL (arXiv 2602.02710), algorithm 1, for rewards of 1 and 0: the rarer right responses are,
+    the more one weighs. Other rewards may be any numbers from 0.
+    """
+    mean = group.rewards.mean()
+    return torch.where(mean > 0, (group.rewards - mean) / mean, 0.0)

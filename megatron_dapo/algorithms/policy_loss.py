@@ -1,7 +1,8 @@
-"""The policy losses (clip-higher, CISPO, GSPO), and the loss of replayed tokens."""
+"""The policy losses (clip-higher, CISPO, GSPO, SAPO, DPPO), and the loss of replayed tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,15 +12,20 @@ from megatron_dapo.algorithms.metrics import Maxima, Sums, masked_max, masked_su
 
 OFF_POLICY_LOSS = "actor/off_pg_loss"
 EXP_MASK_RATIO = "exp_mask_ratio"
+SMALLEST_CHANCE = 1e-8
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Ratios are clipped to [1 - low, 1 + high]."""
+    """Bounds of the policy losses: of the ratio, [1 - low, 1 + high]; a gate in their place; of the
+    divergence."""
 
     low: float = 0.2
     high: float = 0.28
     dual: float | None = None  # above 1: largest ratio counted for a negative advantage
+    tau_pos: float = 1.0  # sapo: temperature for a positive advantage
+    tau_neg: float = 1.05  # sapo: temperature for any other
+    divergence: float = 0.15  # dppo_tv, dppo_kl: largest from the old policy
 
 
 @dataclass(frozen=True)
@@ -57,23 +63,64 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Ten
     return losses, too_bad
 
 
-def _surrogate(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
+def _surrogate(log_probs: Tensor, old_log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
     losses, is_too_bad = _clipped(ratio, advantages, clip)
     is_above = (advantages > 0) & (ratio > 1.0 + clip.high)
     is_below = (advantages < 0) & (ratio < 1.0 - clip.low)
     return _Losses(losses, is_above, is_below, is_too_bad)
 
 
-def _weighed_log_prob(log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
+def _weighed_log_prob(
+    log_probs: Tensor, old_log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip
+) -> _Losses:
     low, high = 1.0 - clip.low, 1.0 + clip.high
     weights = ratio.detach().clamp(low, high)
     return _Losses(-weights * advantages * log_probs, ratio > high, ratio < low, torch.zeros_like(weights).bool())
 
 
-LOSS_FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor, Clip], _Losses]] = {
+def _gated(log_probs: Tensor, old_log_probs: Tensor, ratio: Tensor, advantages: Tensor, clip: Clip) -> _Losses:
+    tau = torch.where(advantages > 0, clip.tau_pos, torch.full_like(advantages, clip.tau_neg))
+    # 1 - sigmoid(-x) = sigmoid(x): autograd keeps the derivative's digits for large ratios
+    gates = (1.0 - torch.sigmoid(tau * (1.0 - ratio))) * 4.0 / tau
+    nowhere = torch.zeros_like(ratio).bool()
+    return _Losses(-advantages * gates, nowhere, nowhere, nowhere)
+
+
+def _masked(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    clip: Clip,
+    *,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> _Losses:
+    is_far = divergence(log_probs, old_log_probs) > clip.divergence
+    is_above = (advantages > 0) & (log_probs > old_log_probs) & is_far
+    is_below = (advantages < 0) & (log_probs < old_log_probs) & is_far
+    losses = torch.where(is_above | is_below, 0.0, -advantages * ratio)
+    return _Losses(losses, is_above, is_below, torch.zeros_like(ratio).bool())
+
+
+def _total_variation(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return that of the choices "this token" and "any other"."""
+    return (log_probs.exp() - old_log_probs.exp()).abs()
+
+
+def _binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Return KL(old policy, policy) of the same choices."""
+    # a log-prob may be rounded to 0
+    other, old_other = ((1.0 - x.exp()).clamp(min=SMALLEST_CHANCE) for x in (log_probs, old_log_probs))
+    return old_log_probs.exp() * (old_log_probs - log_probs) + old_other * (old_other / other).log()
+
+
+LOSS_FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Clip], _Losses]] = {
     "dapo": _surrogate,
     "cispo": _weighed_log_prob,
     "gspo": _surrogate,  # of another ratio
+    "sapo": _gated,
+    "dppo_tv": partial(_masked, divergence=_total_variation),
+    "dppo_kl": partial(_masked, divergence=_binary_kl),
 }
 
 
@@ -120,6 +167,15 @@ def policy_loss(
         It has the gradient of lp_t. GSPO-token, arXiv 2507.18071, section 4.3: the gradient of
         GSPO if A_t and w_t are the same in a sequence.
 
+        sapo: l_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t, with tau_pos for A_t > 0, else tau_neg.
+        Its derivative is that of -A_t r_t, times 4 p (1 - p), p the sigmoid: 1 at r_t = 1. No clip.
+        SAPO (arXiv 2511.20347).
+
+        dppo_tv, dppo_kl: l_t = -A_t r_t; 0 where D_t > divergence and A_t moves the chance
+        p_t = exp(lp_t) further from q_t = exp(old_t): up (A_t > 0, p_t > q_t) or down (A_t < 0,
+        p_t < q_t). tv: D_t = |p_t - q_t|. kl: D_t = q_t log(q_t / p_t) + (1 - q_t)
+        log((1 - q_t) / (1 - p_t)). DPPO (arXiv 2602.04879), eq. 11 to 14, binary.
+
     With off_policy, tokens with is_off_policy have another loss. exgrpo_policy_shaping: -A r / (r +
     beta) (arXiv 2510.02245). dapo_clip_higher: as dapo, with an upper bound of its own.
 
@@ -138,7 +194,8 @@ def policy_loss(
     """
     counted = weights != 0
     log_probs = torch.where(counted, log_probs, 0)
-    log_ratio = log_probs - torch.where(counted, old_log_probs.detach(), 0)
+    old_log_probs = torch.where(counted, old_log_probs.detach(), 0)
+    log_ratio = log_probs - old_log_probs
     log_ratio = log_ratio.clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     if sequence_log_ratio is not None:
@@ -146,7 +203,7 @@ def policy_loss(
         ratio = shared.clamp(-20.0, 20.0).exp()
     advantages = torch.where(counted, advantages, 0)
 
-    losses, is_above, is_below, is_too_bad = LOSS_FORMULAS[kind](log_probs, ratio, advantages, clip)
+    losses, is_above, is_below, is_too_bad = LOSS_FORMULAS[kind](log_probs, old_log_probs, ratio, advantages, clip)
     on_policy = counted
     if off_policy is not None and is_off_policy is not None:
         off_policy_losses = OFF_POLICY_LOSSES[off_policy.mode](ratio, advantages, clip, off_policy)

@@ -20,6 +20,7 @@ from megatron_dapo.config.derived import (
     replaces_groups,
     uses_dynamic_sampling,
     uses_experience_replay,
+    uses_kl_in_reward,
 )
 from megatron_dapo.config.key_names import (
     ACTOR,
@@ -114,6 +115,10 @@ def _slots(config: Config) -> Iterator[str]:
         )
 
 
+def _clips_surrogate(config: Config) -> bool:
+    return POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].clips_surrogate
+
+
 def _clips_weight(config: Config) -> bool:
     """Return whether the ratio is clipped at any advantage; CISPO's paper has no lower bound."""
     return POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].clips_weight
@@ -127,14 +132,14 @@ def _lower_clip(config: Config) -> Iterator[str]:
             f"{low_key} is {low:g}, but must be at most 1, which is no lower bound: the ratio of two probabilities is "
             f"never negative."
         )
-    if low >= 1.0 and not _clips_weight(config):
+    if low >= 1.0 and _clips_surrogate(config):
         yield f"{low_key} is {low:g}, but must be below 1: the ratio of two probabilities is never negative."
 
 
 def _upper_clip(config: Config) -> Iterator[str]:
     low, high = effective_clip(config)
     low_key, _ = clip_keys(config)
-    if high < low and not _clips_weight(config):
+    if high < low and _clips_surrogate(config):
         yield (
             f"{ACTOR}.clip_ratio_high is {high:g}, below {low_key.rpartition('.')[2]} {low:g}; clip-higher widens the "
             f"upper side: set clip_ratio_high to that or more."
@@ -144,7 +149,7 @@ def _upper_clip(config: Config) -> Iterator[str]:
 def _dual_clip(config: Config) -> Iterator[str]:
     bound = config.actor_rollout_ref.actor.clip_ratio_c
     _, high = effective_clip(config)
-    if bound is not None and bound <= 1.0 + high and not _clips_weight(config):
+    if bound is not None and bound <= 1.0 + high and _clips_surrogate(config):
         yield (
             f"{ACTOR}.clip_ratio_c is {bound:g}, inside the clip range that ends at {1.0 + high:g}; "
             f"set it above that, or to null for no dual clip."
@@ -174,7 +179,7 @@ def _loss_of_replayed_tokens(config: Config) -> Iterator[str]:
             f"the loss of replayed tokens has one per token; set policy_loss to "
             f"{' or '.join(policy_losses_with(over_sequences=False))}, or enable to false."
         )
-    if _clips_weight(config) and actor.off_policy_shaping_mode == "dapo_clip_higher":
+    elif actor.policy_loss != "dapo" and actor.off_policy_shaping_mode == "dapo_clip_higher":
         yield (
             f"{ACTOR}.off_policy_shaping_mode is dapo_clip_higher, which clips replayed tokens as new ones are clipped "
             f"with {POLICY_LOSS} dapo, but that is {actor.policy_loss}; set off_policy_shaping_mode to "
@@ -239,6 +244,27 @@ def _estimators(config: Config) -> Iterator[str]:
         yield (
             f"{ESTIMATOR} is {chosen}, which compares a response with the others of its group, but {N} is 1; "
             f"set n to 2 or more, or {ESTIMATOR} to {' or '.join(estimators_with(per_token=True))}."
+        )
+
+
+def _punishment_below_zero(config: Config) -> Iterator[str]:
+    shaping = config.algorithm.overlong_reward_shaping
+    if shaping.enable and (shaping.buffer_len > 0 or shaping.truncation_penalty < 0.0):
+        yield from _below_zero(config, f"{OVERLONG}.enable", "false")
+
+
+def _kl_below_zero(config: Config) -> Iterator[str]:
+    if uses_kl_in_reward(config):
+        yield from _below_zero(config, f"{KL_CTRL}.kl_coef", "0")
+
+
+def _below_zero(config: Config, key: str, off: str) -> Iterator[str]:
+    """Yield the mistake of a key that lowers rewards, if the estimator divides by their mean."""
+    if advantage_estimator(config).divides_by_mean:
+        yield (
+            f"{key} is {show_text(value_of(config, key))}, so that rewards may be negative, but {ESTIMATOR} is "
+            f"{config.algorithm.adv_estimator}, which divides by their mean; set {key.split('.')[-1]} to {off}, or "
+            f"adv_estimator to {' or '.join(estimators_with(per_token=False, divides_by_mean=False))}."
         )
 
 
@@ -407,6 +433,8 @@ ALGORITHM_CHECKS = (
     _rewarded_truncation,
     _filtered_truncation,
     _estimators,
+    _punishment_below_zero,
+    _kl_below_zero,
     _off_policy_clip,
     _replay_estimator,
     _replay_group_size,

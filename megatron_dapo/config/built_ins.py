@@ -41,6 +41,8 @@ class Estimator:
     """It compares with the other responses of the group: two or more in all."""
     divides_by_std: bool = False
     """It reads `algorithm.norm_adv_by_std_in_grpo`."""
+    divides_by_mean: bool = False
+    """It divides by the mean of the group's rewards: none may be negative."""
 
 
 _OF_GROUPS, _OF_TOKENS = "megatron_dapo.algorithms.estimators", "megatron_dapo.algorithms.gae"
@@ -48,6 +50,7 @@ ESTIMATORS = {  # algorithm.adv_estimator
     "grpo": Estimator(f"{_OF_GROUPS}:grpo", divides_by_std=True),
     "rloo": Estimator(f"{_OF_GROUPS}:rloo", needs_others=True),
     "remax": Estimator(f"{_OF_GROUPS}:remax", needs_baseline=True),
+    "maxrl": Estimator(f"{_OF_GROUPS}:maxrl", needs_others=True, divides_by_mean=True),
     "gae": Estimator(f"{_OF_TOKENS}:critic_advantages", per_token=True, discounts=True, needs_critic=True),
     "reinforce_plus_plus": Estimator(f"{_OF_TOKENS}:discounted_returns", per_token=True, discounts=True),
 }
@@ -63,8 +66,17 @@ class _PolicyLoss:
     """Clip range of its paper, unless DAPO's."""
     clips_weight: bool = False
     """The clipped ratio weighs the log-prob: without a lower bound and a dual clip."""
+    clips_ratio: bool = True
+    """It reads the keys of the clip."""
     over_sequences: bool = False
     """One ratio per response: outside the fused head, and not for replayed tokens."""
+    divergence: float = 0.0
+    """Largest divergence in its authors' recipe, for a loss that masks tokens beyond one."""
+
+    @property
+    def clips_surrogate(self) -> bool:
+        """Return whether the clip bounds the surrogate: from above and below, with a dual clip."""
+        return self.clips_ratio and not self.clips_weight
 
 
 POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss
@@ -78,6 +90,17 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss
         "gspo: one ratio per response; each logit is computed twice",
         bounds="clip_ratio_low=3e-4 clip_ratio_high=4e-4",
         over_sequences=True,
+    ),
+    "sapo": _PolicyLoss("sapo: a soft gate of each token's ratio in place of the clip", clips_ratio=False),
+    "dppo_tv": _PolicyLoss(
+        "dppo_tv: tokens beyond a total variation are masked, in place of the clip",
+        clips_ratio=False,
+        divergence=0.15,
+    ),
+    "dppo_kl": _PolicyLoss(
+        "dppo_kl: tokens beyond a binary KL are masked, in place of the clip",
+        clips_ratio=False,
+        divergence=0.05,
     ),
 }
 

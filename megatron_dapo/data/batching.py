@@ -112,7 +112,8 @@ def assemble(
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss. Their
     rewards still belong to the group's mean and deviation.
 
-    Raises UserError for an infinite or NaN reward, and for a missing reward of a greedy answer.
+    Raises UserError for an infinite or NaN reward, for a negative one by whose mean the estimator
+    would divide, and for a missing reward of a greedy answer.
     """
     rewards = sample_rewards(groups)
     for earned in rewards.values():
@@ -178,6 +179,12 @@ def _check_reward(earned: SampleReward, estimator: str) -> None:
                 f"A response of group {earned.uid} has the reward {reward}: no advantage can be computed from it; "
                 f"correct the function that reward.function names, so that it returns finite numbers only."
             )
+    if ESTIMATORS[estimator].divides_by_mean and earned.reward < 0:
+        raise UserError(
+            f"A response of group {earned.uid} has the reward {earned.reward:g}, but algorithm.adv_estimator is "
+            f"{estimator}, which divides by the mean of rewards; let reward.function give wrong answers 0, "
+            f"or choose another estimator."
+        )
 
 
 def mini_batches(

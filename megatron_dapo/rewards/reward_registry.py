@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
-from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
+from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, ESTIMATORS
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.code.cases import read_cases
 from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored, arguments_of, form_of, results_of
@@ -96,6 +96,19 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
         row = next((name for pattern, name in DATA_SOURCES.items() if fnmatchcase(data_source, pattern)), "")
         return WRONG_SCORES[row] if row else 0.0
     return WRONG_SCORES.get(function, custom)
+
+
+def check_estimator(estimator: str, function: str, data_sources: Iterable[str]) -> None:
+    """Raise UserError for a negative score of wrong answers by whose mean the estimator divides."""
+    if not ESTIMATORS[estimator].divides_by_mean:
+        return
+    for source in data_sources:
+        if (score := wrong_score(function, source)) < 0:
+            raise UserError(
+                f"reward.function is {function}, which scores wrong answers of {source!r} {score:g}, but "
+                f"algorithm.adv_estimator is {estimator}, which divides by the mean of rewards; choose a function that "
+                f"gives wrong answers 0, such as math_verify, or another estimator."
+            )
 
 
 @cache

@@ -16,12 +16,11 @@ def loss_config(config: Config) -> LossConfig:
     actor = config.actor_rollout_ref.actor
     if config.sft.enable:
         return _log_likelihood(actor.calculate_entropy)
-    low, high = effective_clip(config)
     correction = config.algorithm.rollout_correction
     loss_corrects = correction.rollout_is != "none" and correction_per_step(config) is None
     bounds = ratio_bounds(correction.rollout_is_threshold)
     base = LossConfig(
-        clip=Clip(low, high, None if POLICY_LOSSES[actor.policy_loss].clips_weight else actor.clip_ratio_c),
+        clip=_clip(config),
         policy_loss=actor.policy_loss,
         entropy_coef=actor.entropy_coef,
         report_entropy=actor.calculate_entropy or actor.entropy_coef != 0.0,
@@ -34,6 +33,14 @@ def loss_config(config: Config) -> LossConfig:
     if not uses_kl_loss(config):
         return base
     return replace(base, use_kl_loss=True, kl_loss_coef=actor.kl_loss_coef, kl_loss_type=actor.kl_loss_type)
+
+
+def _clip(config: Config) -> Clip:
+    actor = config.actor_rollout_ref.actor
+    row = POLICY_LOSSES[actor.policy_loss]
+    low, high = effective_clip(config)
+    dual = actor.clip_ratio_c if row.clips_surrogate else None
+    return Clip(low, high, dual, actor.tau_pos, actor.tau_neg, actor.dppo_threshold or row.divergence)
 
 
 def _log_likelihood(report_entropy: bool) -> LossConfig:

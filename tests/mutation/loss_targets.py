@@ -189,6 +189,8 @@ def _names(names: str, reason: str) -> dict[str, str]:
 
 FILL = "any finite number may stand where a token does not count"
 AT_THE_BOUND = "both branches give the same number at the bound"
+NO_ADVANTAGE = "an advantage of 0 gives no loss with either temperature"
+NOT_FAR = "a token as likely as before is not far from the old policy"
 K3_BOUND = "k3 is 10 or more, its own bound, long before the log-ratio's"
 ROUNDING = "below the rounding of float32"
 NOT_RUN = "an argument that changes speed, not numbers, and that the interpreter ignores"
@@ -204,6 +206,12 @@ EQUIVALENT = {
     "policy_loss": {
         **_names(
             "policy_loss: 0 -> 1 #2 \n policy_loss: 0 -> 1 #3 \n policy_loss: 0 -> 1 #4 \n policy_loss: 0 -> 1 #5", FILL
+        ),
+        **_names("_gated: advantages > 0 -> advantages >= 0", NO_ADVANTAGE),
+        **_names(
+            "_masked: log_probs > old_log_probs -> log_probs >= old_log_probs \n"
+            "_masked: log_probs < old_log_probs -> log_probs <= old_log_probs",
+            NOT_FAR,
         ),
     },
     "kl": {
@@ -241,6 +249,7 @@ EQUIVALENT = {
         **_names(
             """_bounded: x > high -> x >= high
             _bounded: x < low -> x <= low
+            _gated: x > 0.0 -> x >= 0.0
             _kl: k3 > LARGEST_KL -> k3 >= LARGEST_KL""",
             AT_THE_BOUND,
         ),
@@ -252,6 +261,8 @@ EQUIVALENT = {
             ROUNDING,
         ),
         **_names("reduce_kernel: loss + column -> loss - column", "only column 0 is stored"),
+        **_names("_gated: adv > 0.0 -> adv >= 0.0", NO_ADVANTAGE),
+        **_names("_masked: lp > old -> lp >= old \n _masked: lp < old -> lp <= old", NOT_FAR),
     },
 }
 

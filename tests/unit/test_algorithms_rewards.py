@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dapo.algorithms.estimators import GroupRewards, grpo, remax, rloo
+from megatron_dapo.algorithms.estimators import GroupRewards, grpo, maxrl, remax, rloo
 from megatron_dapo.algorithms.kl import FULL_KL, KL_CONTROLLERS, KL_PENALTIES, kl_penalty
 from megatron_dapo.config.schema.algorithm import OverlongRewardShapingConfig
 from megatron_dapo.config.schema.config import Config
@@ -88,10 +88,24 @@ def test_remax_compares_with_the_greedy_answer(rewards, baseline):
     np.testing.assert_allclose(ours, np.array(rewards) - baseline, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_right", range(9))
+def test_maxrl_averages_over_right_responses_alone_and_centres_them(num_right):
+    """Its paper's theorem 2: 1 / K of the sum of the K right ones' scores, minus the mean score of
+    all N; token losses divide by N."""
+    rewards = [1.0] * num_right + [0.0] * (8 - num_right)
+    of_scores = [(reward / num_right - 1 / 8) if num_right else 0.0 for reward in rewards]
+    np.testing.assert_allclose(maxrl(group_of(rewards)) / 8, of_scores, rtol=1e-12, atol=1e-15)
+
+
+def test_maxrl_learns_nothing_of_a_group_with_a_negative_mean():
+    assert maxrl(group_of([1.0, -1.0, -1.0])).tolist() == [0.0] * 3
+    assert maxrl(group_of([0.5, 0.3])).tolist() == pytest.approx([0.25, -0.25])
+
+
 @pytest.mark.parametrize("reward", [0.0, 0.1, -1.0, 1e6 + 0.1])
 def test_of_equal_rewards_nobody_is_better(reward):
     equal = group_of([reward] * 7, baseline=reward)
-    assert all(estimate(equal).abs().max() < 1e-3 for estimate in (grpo, rloo))
+    assert all(estimate(equal).abs().max() < 1e-3 for estimate in (grpo, maxrl, rloo))
     assert remax(equal).tolist() == [0.0] * 7
 
 

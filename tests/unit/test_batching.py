@@ -109,6 +109,7 @@ def test_every_estimator_compares_with_what_its_paper_says():
     )  # std of 1, 2, 3 is 1; a group of one: mean 0, std 1
     assert by_name["rloo"] == pytest.approx([1.5, -1.5, 0, 7])  # minus the mean of the others
     assert by_name["remax"] == pytest.approx([1.5, -0.5, 0.5, -2])
+    assert by_name["maxrl"] == pytest.approx([0.5, -0.5, 0, 0])  # by the mean of 2; alone one is the mean
     assert {advantage for name in estimators_with(per_token=True) for advantage in by_name[name]} == {0.0}
 
 
@@ -125,6 +126,13 @@ def test_remax_without_a_greedy_answer_is_refused_by_group():
         assemble([make_group("a", [1, 0])], estimator="remax")
     with pytest.raises(UserError, match="reward nan"):
         assemble([replace(make_group("a", [1, 0]), baseline_reward=float("nan"))], estimator="remax")
+
+
+def test_a_negative_reward_is_refused_by_an_estimator_that_divides_by_the_mean():
+    with pytest.raises(UserError, match="group b has the reward -0.5.*maxrl, which divides.*wrong answers 0"):
+        assemble([make_group("a", [1, 0]), make_group("b", [1.0, -0.5])], estimator="maxrl")
+    advantages = [sample.advantage for sample in assemble([make_group("a", [1, 0, 0])], estimator="maxrl")]
+    assert advantages == pytest.approx([2, -1, -1])
 
 
 def test_truncated_responses_lose_their_loss_but_stay_in_the_statistics():

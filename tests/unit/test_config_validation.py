@@ -13,6 +13,7 @@ pytestmark = pytest.mark.unit
 # Each row: overrides that make one mistake,
 # and words its one sentence must hold (keys, values, the cure).
 OVERLONG_ON = "overlong.enable=true"
+MAXRL = "algorithm.adv_estimator=maxrl"
 SAMPLING_ON = "sampling.enable=true"
 SPREAD = "sampling.enable=true sampling.filter_mode=acc"
 CONTRADICTIONS = [
@@ -106,6 +107,10 @@ CONTRADICTIONS = [
     ("algorithm.adv_estimator=reinforce_plus_plus algorithm.lam=0.95", ["lam is 0.95", "plus_plus", "to gae"]),
     ("algorithm.adv_estimator=remax algorithm.norm_adv_by_std_in_grpo=false", ["is false", "adv_estimator is remax"]),
     ("algorithm.adv_estimator=rloo rollout.n=1", ["adv_estimator is rloo", "rollout.n is 1"]),
+    ("algorithm.adv_estimator=maxrl rollout.n=1", ["adv_estimator is maxrl", "rollout.n is 1"]),
+    (f"{MAXRL} algorithm.kl_ctrl.kl_coef=0.1", ["kl_coef is 0.1", "adv_estimator is maxrl", "set kl_coef to 0"]),
+    (f"{MAXRL} {OVERLONG_ON} buffer=48", ["overlong_reward_shaping.enable is true", "maxrl", "set enable to false"]),
+    (f"{MAXRL} {OVERLONG_ON}", ["overlong_reward_shaping.enable is true", "adv_estimator to grpo or rloo or remax"]),
     ("actor.use_kl_loss=true", ["use_kl_loss is true", "kl_loss_coef is 0"]),
     ("actor.kl_loss_coef=0.01", ["kl_loss_coef is 0.01", "use_kl_loss is false"]),
     ("algorithm.use_kl_in_reward=true", ["use_kl_in_reward is true", "kl_coef is 0"]),

@@ -122,7 +122,7 @@ def test_estimates_per_token_are_those_of_a_loop_over_samples(layout, estimator,
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("estimator", estimators_with(per_token=False))
+@pytest.mark.parametrize("estimator", estimators_with(per_token=False, divides_by_mean=False))
 def test_a_group_is_compared_again_after_the_penalty(layout, estimator, cut):
     config = load_config(None, [f"algorithm.adv_estimator={estimator}", *KL])
     samples, rewards = samples_of(estimator)

@@ -126,6 +126,11 @@ def test_a_data_source_without_a_verifier_is_named(arguments, capsys):
     assert "by_data_source has no verifier for data source 'fake'" in words
 
 
+def test_a_negative_score_under_a_mean_of_rewards_is_named(arguments, capsys):
+    words = refusal([*arguments, "reward.function=math_dapo", "algorithm.adv_estimator=maxrl"], capsys)
+    assert "reward.function is math_dapo, which scores wrong answers of 'fake' -1, but" in words
+
+
 # ---------------------------------------------------------------------------------- the checkpoint
 
 LR = "actor_rollout_ref.actor.optim.lr"

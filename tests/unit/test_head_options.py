@@ -29,7 +29,7 @@ def options(layout, spec):
     )
 
 
-@pytest.mark.parametrize("policy_loss", ["dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("policy_loss", ["dapo", "cispo", "gspo", "sapo", "dppo_kl"])
 def test_the_check_passes_on_this_machine_without_a_word(options, caplog, policy_loss):
     assert options(f"policy_loss={policy_loss}")["fused_head"] and not caplog.records
 

@@ -225,7 +225,7 @@ def test_a_weight_of_exactly_the_cap_is_not_truncated():
 
 
 def test_what_a_loss_is_made_of_unless_told():
-    assert Clip() == Clip(low=0.2, high=0.28, dual=None)
+    assert Clip() == Clip(low=0.2, high=0.28, dual=None, tau_pos=1.0, tau_neg=1.05, divergence=0.15)
     assert OffPolicy() == OffPolicy(mode="exgrpo_policy_shaping", beta=0.1, clip_high=None)
     assert LossConfig() == LossConfig(
         clip=Clip(0.2, 0.28, None),

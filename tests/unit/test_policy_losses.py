@@ -1,4 +1,4 @@
-"""The policy losses beside DAPO's, CISPO and GSPO: their papers' formulas, and their refusals."""
+"""The policy losses beside DAPO's: CISPO's and GSPO's formulas, and the refusals of all."""
 
 import math
 
@@ -94,10 +94,10 @@ class Responses:
             "seq-mean-token-sum-norm": (sums / LONGEST).mean(),
         }[mode]
 
-    def assert_same(self, ours: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+    def assert_same(self, ours: Tensor, expected: Tensor, rtol: float = 1e-12) -> None:
+        torch.testing.assert_close(ours, expected, rtol=rtol, atol=1e-14)
         gradients = [torch.autograd.grad(loss, self.log_probs)[0] for loss in (ours, expected)]
-        torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(*gradients, rtol=rtol, atol=1e-14)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -218,7 +218,7 @@ def test_a_ratio_of_sequences_cannot_be_had_without_their_means():
 
 def test_no_other_loss_reads_the_means_of_sequences():
     batch = TokenBatch(tensor(1.0), torch.tensor(1), tensor(1.0), tensor(-1.0), sequence_log_ratio=tensor(3.0))
-    for kind in ("dapo", "cispo"):
+    for kind in LOSS_FORMULAS.keys() - {"gspo"}:
         result = dapo_loss(TokenOutputs(tensor(-1.0)), batch, LossConfig(policy_loss=kind, report_mismatch=False))
         assert finalize(result.sums)["actor/ratio_mean"] == 1.0
 
@@ -253,6 +253,8 @@ BUILT_IN = {
     "gspo": [f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4", f"{ACTOR}.clip_ratio_c=null"]
     + [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
     "cispo": [f"{ACTOR}.clip_ratio_low=1", f"{ACTOR}.clip_ratio_high=0.02"],
+    "sapo": [f"{ACTOR}.use_dapo=false", f"{ACTOR}.tau_pos=0.5", f"{ACTOR}.tau_neg=2.0"],
+    "dppo_tv": [f"{ACTOR}.use_dapo=false", f"{ACTOR}.dppo_threshold=1e-4"],
 }
 
 
@@ -280,7 +282,8 @@ def test_the_built_in_loss_is_that_of_a_function_written_from_the_paper(layout, 
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     for name in ("actor/loss", "actor/entropy_sampled", "actor/rollout_kl"):
         assert metrics[name] == pytest.approx(own_metrics[name], rel=1e-4, abs=1e-6), name
-    assert metrics["actor/on_pg_clipfrac"] == pytest.approx(own_metrics["own/clipfrac"]) and own_metrics["own/clipfrac"]
+    assert metrics["actor/on_pg_clipfrac"] == pytest.approx(own_metrics["own/clipfrac"])
+    assert (own_metrics["own/clipfrac"] > 0) == (kind != "sapo")
 
 
 WITH_ALL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.entropy_coef=0.02"]
@@ -315,13 +318,29 @@ def config_of(*overrides: str):
     return load_config(None, list(overrides))
 
 
-@pytest.mark.parametrize("kind, cls", [("dapo", TokenSumLoss), ("cispo", TokenSumLoss), ("gspo", SequenceRatioLoss)])
-def test_the_key_chooses_the_loss(kind, cls):
+@pytest.mark.parametrize("kind", LOSS_FORMULAS)
+def test_the_key_chooses_the_loss(kind):
     config = config_of(f"{ACTOR}.policy_loss={kind}", f"{ACTOR}.loss_agg_mode=seq-mean-token-sum")
     made = loss_config(config)
-    assert made.policy_loss == kind and made.clip.dual == (None if kind == "cispo" else 3.0)
+    assert made.policy_loss == kind and made.clip.dual == (3.0 if kind in ("dapo", "gspo") else None)
     loss = make_loss(config, made)
+    cls = SequenceRatioLoss if kind == "gspo" else TokenSumLoss
     assert type(loss) is cls and loss.aggregation == "seq-mean-token-sum"
+
+
+@pytest.mark.parametrize(
+    "overrides, temperatures, divergence",
+    [
+        (["sapo"], (1.0, 1.05), 0.0),
+        (["sapo", f"{ACTOR}.tau_pos=0.5", f"{ACTOR}.tau_neg=2"], (0.5, 2.0), 0.0),
+        (["dppo_tv"], (1.0, 1.05), 0.15),
+        (["dppo_kl"], (1.0, 1.05), 0.05),
+        (["dppo_kl", f"{ACTOR}.dppo_threshold=0.2"], (1.0, 1.05), 0.2),
+    ],
+)
+def test_the_gate_and_the_mask_have_their_authors_numbers_unless_told(overrides, temperatures, divergence):
+    clip = loss_config(config_of(f"{POLICY_LOSS}={overrides[0]}", *overrides[1:])).clip
+    assert (clip.tau_pos, clip.tau_neg) == temperatures and clip.divergence == divergence
 
 
 def test_passes_over_the_same_samples_compute_old_log_probs_for_any_of_them():
@@ -359,6 +378,24 @@ MISTAKES = {
         ["cispo", ON, f"{ACTOR}.clip_ratio_c=5"],
         f"{ACTOR}.clip_ratio_c",
         "policy_loss is cispo",
+    ),
+    "sapo has no clip": (["sapo", ON], USE_DAPO, "policy_loss is sapo"),
+    "a clip that nobody reads is told once": (
+        ["dppo_kl", f"{ACTOR}.clip_ratio=1"],
+        f"{ACTOR}.clip_ratio",
+        "is dppo_kl",
+    ),
+    "dppo has no dual clip": (["dppo_tv", f"{ACTOR}.clip_ratio_c=5"], f"{ACTOR}.clip_ratio_c", "dapo or gspo"),
+    "the temperatures are sapo's": (["dppo_tv", f"{ACTOR}.tau_pos=2"], f"{ACTOR}.tau_pos", "policy_loss to sapo"),
+    "the threshold is dppo's": (
+        ["sapo", f"{ACTOR}.dppo_threshold=0.1"],
+        f"{ACTOR}.dppo_threshold",
+        "dppo_tv or dppo_kl",
+    ),
+    "sapo does not clip replayed tokens": (
+        ["sapo", REPLAY, f"{ACTOR}.off_policy_shaping_mode=dapo_clip_higher"],
+        f"{ACTOR}.off_policy_shaping_mode",
+        "to exgrpo_policy_shaping",
     ),
     "a loss of one's own is the whole loss": (
         ["gspo", f"{ACTOR}.loss_function=a.b:c"],
@@ -398,6 +435,10 @@ def test_what_does_not_go_together_is_one_sentence(name):
         ["cispo", ON, "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
         ["gspo", ON, "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
         ["gspo", ON, f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"],
+        ["sapo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.tau_pos=0.5", REPLAY],
+        ["sapo", "algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.max_staleness=1"],
+        ["dppo_tv", "algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.max_staleness=1"],
+        ["dppo_kl", f"{ACTOR}.dppo_threshold=0.1", "algorithm.adv_estimator=gae"],
     ],
 )
 def test_what_their_papers_ask_for_is_no_mistake(overrides):
@@ -409,4 +450,6 @@ def test_the_plan_names_the_loss_and_its_cost():
     plans = {kind: process_plan(config_of(f"{POLICY_LOSS}={kind}")) for kind in LOSS_FORMULAS}
     assert "gspo: one ratio per response; each logit is computed twice" in plans["gspo"]
     assert "cispo: the clipped ratio weighs the log-prob" in plans["cispo"]
-    assert "gspo" not in plans["dapo"] and "cispo" not in plans["dapo"]
+    for kind in LOSS_FORMULAS.keys() - {"dapo"}:
+        assert f"{kind}: " in plans[kind] and f"{kind}: " not in plans["dapo"]
+        assert ("ratio clipped to" in plans[kind]) == (kind in ("cispo", "gspo"))

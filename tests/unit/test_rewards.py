@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS
 from megatron_dapo.rewards.answers import final_answer, last_answer_line, last_boxed, normalize
-from megatron_dapo.rewards.reward_registry import DATA_SOURCES, check_reward, function_name, score_response, wrong_score
+from megatron_dapo.rewards.reward_registry import (
+    DATA_SOURCES,
+    check_estimator,
+    check_reward,
+    function_name,
+    score_response,
+    wrong_score,
+)
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
 
@@ -273,6 +280,15 @@ def test_the_score_of_a_wrong_answer_is_the_functions():
         assert wrong.score == wrong_score(name, "math_dapo")
     assert wrong_score("by_data_source", "math_dapo") == -1.0
     assert wrong_score("by_data_source", "openai/gsm8k") == 0.0
+
+
+@pytest.mark.parametrize("function", ["math_dapo", "by_data_source"])
+def test_a_mean_of_rewards_divides_only_if_wrong_answers_give_0(function):
+    with pytest.raises(UserError, match=f"{function}.*'aime2024' -1, but.*maxrl.*such as math_verify"):
+        check_estimator("maxrl", function, ["aime2024", "openai/gsm8k"])
+    check_estimator("grpo", function, ["aime2024"])
+    check_estimator("maxrl", "math_verify", ["aime2024"])
+    check_estimator("maxrl", "by_data_source", ["openai/gsm8k"])
 
 
 def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monkeypatch):

@@ -149,17 +149,20 @@ def _techniques(config: Config) -> Iterator[str]:
         "overlong_shaping": soft + (", truncated filtered" if shaping.filter_truncated else ""),
     }
     shown_when_off = {"clip_higher", "token_level_loss"}
-    techniques = dapo_techniques(config)
-    if own_loss := config.actor_rollout_ref.actor.loss_function:
-        yield f"{'loss':<17}{own_loss}, in place of clip and aggregation"
-        techniques = {name: on for name, on in techniques.items() if name not in shown_when_off}
-    elif loss := POLICY_LOSSES[config.actor_rollout_ref.actor.policy_loss].summary:
-        yield f"{'loss':<17}{loss}"
+    actor = config.actor_rollout_ref.actor
+    loss = POLICY_LOSSES[actor.policy_loss]
+    unused: set[str] = set() if loss.clips_ratio else {"clip_higher"}
+    if actor.loss_function:
+        yield f"{'loss':<17}{actor.loss_function}, in place of clip and aggregation"
+        unused = shown_when_off
+    elif loss.summary:
+        yield f"{'loss':<17}{loss.summary}"
     if correction := _correction(config):
         yield f"{'correction':<17}{correction}"
-    for name, on in techniques.items():
-        detail = f"  ({details[name]})" if on or name in shown_when_off else ""
-        yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
+    for name, on in dapo_techniques(config).items():
+        if name not in unused:
+            detail = f"  ({details[name]})" if on or name in shown_when_off else ""
+            yield f"{name.replace('_', ' '):<17}{'on ' if on else 'off'}{detail}".rstrip()
 
 
 def _correction(config: Config) -> str:

@@ -23,6 +23,9 @@ from megatron_dapo.config.schema.rules import ActsIf, Is, IsNot, IsOn, MayChange
 
 T = TypeVar("T")
 OfBuiltInLoss = Annotated[T, ActsIf(Is("loss_function", None))]
+OfClip = Annotated[
+    T, ActsIf(Is("loss_function", None)), ActsIf(Is("policy_loss", *policy_losses_with(clips_ratio=True)))
+]
 WithLora = Annotated[T, ActsIf(IsNot("lora_rank", 0))]
 WHILE_REPLAYING = ActsIf(IsOn("exp_manager.experience_replay.enable"))
 ON_SHARED_GPUS = ActsIf(IsOn("actor_rollout_ref.hybrid_engine"))
@@ -148,22 +151,35 @@ class ActorConfig(Section):
     max_tokens_per_microbatch: MayChangeOnResume[PositiveInt] = 16384
     """Hard cap on the packed tokens of one micro-batch on one data-parallel rank; context-parallel ranks share them."""
     policy_loss: OfBuiltInLoss[Literal[*POLICY_LOSSES]] = "dapo"  # type: ignore[valid-type]
-    """What is clipped: the surrogate of each token; the ratio that weighs its log-prob (cispo); the surrogate with one
-    ratio per response (gspo). See docs/loss.md."""
-    use_dapo: OfBuiltInLoss[bool] = False
+    """What becomes of tokens far from the old policy: the surrogate is clipped (dapo); the ratio that weighs a log-prob
+    (cispo); the surrogate with one ratio per response (gspo); a soft gate in place of the clip (sapo); a mask by total
+    variation or KL (dppo_tv, dppo_kl). See docs/loss.md."""
+    use_dapo: OfClip[bool] = False
     """Clip-higher: clip to [1 - clip_ratio_low, 1 + clip_ratio_high] instead of 1 +- clip_ratio."""
-    clip_ratio: OfBuiltInLoss[
+    clip_ratio: OfClip[
         Annotated[PositiveFloat, ActsIf(Is("use_dapo", False), Is("clip_ratio_low", None), Is("clip_ratio_high", None))]
     ] = 0.2
     """Symmetric clip range."""
-    clip_ratio_low: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.2
+    clip_ratio_low: OfClip[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.2
     """Lower clip range of clip-higher; null = clip_ratio."""
-    clip_ratio_high: OfBuiltInLoss[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.28
+    clip_ratio_high: OfClip[Annotated[PositiveFloat | None, ActsIf(IsOn("use_dapo"))]] = 0.28
     """Upper clip range of clip-higher; null = clip_ratio."""
     clip_ratio_c: OfBuiltInLoss[
-        Annotated[PositiveFloat | None, ActsIf(Is("policy_loss", *policy_losses_with(clips_weight=False)))]
+        Annotated[PositiveFloat | None, ActsIf(Is("policy_loss", *policy_losses_with(clips_surrogate=True)))]
     ] = 3.0
     """Dual clip: upper bound of the ratio where the advantage is negative (> 1); null = no bound."""
+    tau_pos: OfBuiltInLoss[Annotated[PositiveFloat, ActsIf(Is("policy_loss", "sapo"))]] = 1.0
+    """Temperature of sapo's gate where the advantage is positive; the larger, the narrower the gate."""
+    tau_neg: OfBuiltInLoss[Annotated[PositiveFloat, ActsIf(Is("policy_loss", "sapo"))]] = 1.05
+    """The same for other advantages."""
+    dppo_threshold: OfBuiltInLoss[
+        Annotated[
+            Annotated[float, Field(gt=0, lt=1)] | None,
+            ActsIf(Is("policy_loss", "dppo_tv", "dppo_kl")),
+        ]
+    ] = None
+    """Largest divergence of a token's chance from that of the old policy; null = 0.15 of dppo_tv, 0.05 of
+    dppo_kl."""
     loss_agg_mode: OfBuiltInLoss[
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     ] = "token-mean"

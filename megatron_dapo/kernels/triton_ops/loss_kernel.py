@@ -25,12 +25,11 @@ REDUCE_ROWS = 32
 NUM_WARPS = 4
 LARGEST_LOG_RATIO = tl.constexpr(20.0)
 LARGEST_KL = tl.constexpr(10.0)
+SMALLEST_CHANCE = tl.constexpr(1e-8)
 POINTERS = (
     "log_probs weights advantages old_log_probs ref_log_probs rollout_log_probs is_current is_stale importance "
     "exp_mask entropy count grad_log_probs grad_entropy grad_kl partials"
 ).split()
-
-_IS_CISPO = {"dapo": False, "cispo": True}  # the policy losses of the kernel
 
 
 def token_loss(
@@ -54,6 +53,7 @@ def token_loss(
     grad_kl = empty(num_tokens) if config.use_full_kl else None
     partials, totals = empty(num_blocks, num_columns, dtype=torch.float64), empty(num_columns, dtype=torch.float64)
 
+    assert not config.is_over_sequences, "the kernel knows no sequences"
     assert tokens.importance is None or config.rollout_is_threshold is None, "tokens are weighed once"
     clip, off = config.clip, config.off_policy
     off_high = clip.high if off is None or off.clip_high is None else off.clip_high
@@ -78,13 +78,16 @@ def token_loss(
         1.0 - clip.low,
         1.0 + clip.high,
         float("inf") if clip.dual is None else float(clip.dual),
+        clip.tau_pos,
+        clip.tau_neg,
+        clip.divergence,
         1.0 + off_high,
         0.0 if off is None else float(off.beta),
         0.0 if config.rollout_is_threshold_lower is None else float(config.rollout_is_threshold_lower),
         float("inf") if config.rollout_is_threshold is None else float(config.rollout_is_threshold),
         float(config.kl_loss_coef),
         float(config.entropy_coef),
-        CISPO=_IS_CISPO[config.policy_loss],
+        LOSS=config.policy_loss,
         KL=config.kl_loss_type if config.use_kl_loss else "none",
         OFF_POLICY="none" if off is None else off.mode,
         IS=_importance(config),
@@ -148,13 +151,16 @@ def token_loss_kernel(
     ratio_low,
     ratio_high,
     dual,
+    tau_pos,
+    tau_neg,
+    divergence,
     off_ratio_high,
     beta,
     rollout_is_threshold_lower,
     rollout_is_threshold,
     kl_coef,
     entropy_coef,
-    CISPO: tl.constexpr,
+    LOSS: tl.constexpr,
     KL: tl.constexpr,
     OFF_POLICY: tl.constexpr,
     IS: tl.constexpr,
@@ -183,12 +189,17 @@ def token_loss_kernel(
     log_ratio = _clamped(lp - old)
     ratio = tl.exp(log_ratio)
     nowhere = counted & (w == 0.0)
-    if CISPO:
+    too_bad = nowhere
+    if LOSS == "cispo":
         slope = -adv * _bounded(ratio, ratio_low, ratio_high)
         loss = slope * lp
-        too_bad = nowhere
-    else:
+    elif LOSS == "sapo":
+        loss, slope = _gated(ratio, adv, tau_pos, tau_neg)
+    elif LOSS == "dapo":
         loss, slope, too_bad = _clipped(ratio, adv, ratio_low, ratio_high, dual)
+    else:
+        loss, is_masked = _masked(lp, old, ratio, adv, divergence, LOSS)
+        slope = loss
     replayed = nowhere
     if exp_mask is not None:
         replayed = tl.load(exp_mask + token, mask=counted, other=0) != 0
@@ -198,7 +209,7 @@ def token_loss_kernel(
             off_loss, off_slope = _shaped(ratio, adv, beta)
         loss = tl.where(replayed, off_loss, loss)
         slope = tl.where(replayed, off_slope, slope)
-    if CISPO:  # no token loses its gradient
+    if LOSS == "cispo":  # no token loses its gradient
         slope = tl.where((log_ratio == lp - old) | (replayed == 0), slope, 0.0)
     else:
         slope = tl.where(log_ratio == lp - old, slope, 0.0)
@@ -254,13 +265,24 @@ def token_loss_kernel(
     else:
         own_sum = tl.sum(tl.where(on_policy, policy, 0.0), 0)
         _put(row, SUMS, "actor/on_pg_loss", own_sum, tl.sum(tl.where(on_policy, w, 0.0), 0))
-    has_upper_bound = on_policy
-    has_lower_bound = on_policy
-    if not CISPO:
-        has_upper_bound = on_policy & (adv > 0.0)
-        has_lower_bound = on_policy & (adv < 0.0)
-    _put(row, SUMS, "actor/on_pg_clipfrac", _number(has_upper_bound & (ratio > ratio_high)), num_on_policy)
-    _put(row, SUMS, "actor/on_pg_clipfrac_lower", _number(has_lower_bound & (ratio < ratio_low)), num_on_policy)
+    if LOSS == "dapo":
+        is_above = on_policy & (adv > 0.0) & (ratio > ratio_high)
+    elif LOSS == "cispo":
+        is_above = on_policy & (ratio > ratio_high)
+    elif LOSS == "sapo":
+        is_above = nowhere
+    else:
+        is_above = on_policy & (adv > 0.0) & is_masked
+    _put(row, SUMS, "actor/on_pg_clipfrac", _number(is_above), num_on_policy)
+    if LOSS == "dapo":
+        is_below = on_policy & (adv < 0.0) & (ratio < ratio_low)
+    elif LOSS == "cispo":
+        is_below = on_policy & (ratio < ratio_low)
+    elif LOSS == "sapo":
+        is_below = nowhere
+    else:
+        is_below = on_policy & (adv < 0.0) & is_masked
+    _put(row, SUMS, "actor/on_pg_clipfrac_lower", _number(is_below), num_on_policy)
     _put(row, SUMS, "actor/dual_clipfrac", _number(on_policy & too_bad), num_on_policy)
     _put(row, SUMS, "actor/ppo_kl", tl.sum(-log_ratio, 0), num_counted)
     _put(row, SUMS, "actor/ratio_mean", ratio_sum, num_counted)
@@ -363,6 +385,34 @@ def _clipped(ratio, adv, low, high, dual):
     too_bad = (adv < 0.0) & (ratio > dual)
     loss = tl.where(too_bad, -adv * dual, tl.where(is_free, free, bounded))
     return loss, tl.where(is_free & (too_bad == 0), free, 0.0), too_bad
+
+
+@triton.jit
+def _gated(ratio, adv, tau_pos, tau_neg):
+    """Return -adv * 4 / tau * sigmoid(tau * (ratio - 1)), and its derivative by the log of the
+    ratio."""
+    tau = tl.where(adv > 0.0, tau_pos, tau_neg)
+    x = tau * (ratio - 1.0)
+    # the sigmoid is 1 / (1 + e) or e / (1 + e); so its derivative keeps its digits
+    e = tl.exp(-tl.abs(x))
+    gate = tl.where(x > 0.0, 1.0, e) / (1.0 + e)
+    return -adv * (4.0 / tau) * gate, -adv * ratio * (4.0 * e / ((1.0 + e) * (1.0 + e)))
+
+
+@triton.jit
+def _masked(lp, old, ratio, adv, largest, LOSS: tl.constexpr):
+    """Return the loss, also its derivative by the log of the ratio, and the masked tokens."""
+    chance = tl.exp(lp)
+    old_chance = tl.exp(old)
+    if LOSS == "dppo_tv":
+        divergence = tl.abs(chance - old_chance)
+    else:
+        other = tl.maximum(1.0 - chance, SMALLEST_CHANCE)
+        old_other = tl.maximum(1.0 - old_chance, SMALLEST_CHANCE)
+        divergence = old_chance * (old - lp) + old_other * tl.log(old_other / other)
+    moves_on = ((adv > 0.0) & (lp > old)) | ((adv < 0.0) & (lp < old))
+    is_masked = moves_on & (divergence > largest)
+    return tl.where(is_masked, 0.0, -adv * ratio), is_masked
 
 
 @triton.jit

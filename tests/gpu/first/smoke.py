@@ -116,7 +116,7 @@ def small_case(device):
     losses = {
         "plain": replace(checks.LOSS, off_policy=None, rollout_is_threshold=None, use_kl_loss=False),
         "everything": checks.LOSS,
-        "cispo": replace(checks.LOSS, policy_loss="cispo"),
+        **{kind: replace(checks.LOSS, policy_loss=kind) for kind in ("cispo", "sapo", "dppo_tv", "dppo_kl")},
     }
     for name, loss in losses.items():
         check(f"token loss: {name}", lambda loss=loss: checks.check_token_loss(case, loss))
