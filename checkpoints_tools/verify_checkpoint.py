@@ -210,6 +210,10 @@ def _reference_log_probs(path: str, sequences: list[list[int]]) -> "list[torch.T
     model = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     ).eval()
+    for name, module in model.named_modules():
+        # transformers takes 1e-6 for these, trainer and servers take rms_norm_eps
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
     answers = []
     with torch.no_grad():
         for tokens in sequences:

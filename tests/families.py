@@ -16,6 +16,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -41,6 +43,7 @@ Options = dict[str, Any]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -137,6 +140,9 @@ SHORT_YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+KIMI_YARN = {"rope_theta": 50000.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+LARGE_EPSILON = 1e-3  # of norms, so that another one shows
+LATENT_ERROR = 3e-5  # of sixteen such random models in float32, transformers is up to 2.2e-5 off
 
 
 def _mixture(shape: Shape, num_experts_key: str = "num_experts") -> dict:
@@ -157,6 +163,15 @@ def _deepseek(shape: Shape) -> dict:
     router = dict(moe_layer_freq=1, topk_method="noaux_tc", scoring_func="sigmoid")
     heads = dict(num_key_value_heads=shape.heads, head_dim=None)
     return _mixture(shape, "n_routed_experts") | latent | groups | router | heads
+
+
+def _glm4_moe_lite(shape: Shape) -> dict:
+    """Values are as wide as keys."""
+    latent = dict(q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+    heads = dict(num_key_value_heads=shape.heads, head_dim=None)
+    # SGLang reads the first of these, transformers has it under another name
+    others = dict(first_k_dense_replace=1, routed_scaling_factor=1.8, rms_norm_eps=LARGE_EPSILON)
+    return _mixture(shape, "n_routed_experts") | latent | heads | others
 
 
 def _gpt_oss(shape: Shape) -> dict:
@@ -289,10 +304,11 @@ FAMILIES: dict[str, TinyFamily] = {
         rope=SHORT_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
         is_mixture=True,
         has_own_layers=True,
-        modules=("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *MLP),
+        error=LATENT_ERROR,
+        modules=(*LATENT, *MLP),
         num_adapted=lambda num_experts: 2 * 5 + 3 + 3 * (num_experts + 1),
         # queries of the hidden states, pairs of one of each half, frequencies that are not scaled,
-        # two of four groups
+        # two of four groups; no groups, a step between two pairs' frequencies, a large epsilon
         parity={
             "deepseek_v3": {},
             "deepseek_v3_whole_queries": dict(
@@ -301,8 +317,25 @@ FAMILIES: dict[str, TinyFamily] = {
                 rope={"rope_type": "default", "rope_theta": 10000.0},
                 more=dict(q_lora_rank=None, rope_interleave=False, n_group=4, first_k_dense_replace=2),
             ),
+            "kimi_k2": dict(
+                experts_per_token=4,
+                rope=SHORT_YARN | KIMI_YARN,
+                more=dict(n_group=1, topk_group=1, routed_scaling_factor=2.827, rms_norm_eps=LARGE_EPSILON),
+            ),
         },
         converted={"deepseek_v3_bf16_files": {}},
+    ),
+    "glm4_moe_lite": TinyFamily(
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        num_served=(1 + 2 + 2 + 1 + 2 + 2) + (1 + 2 + 2 + 1 + 2 + 2 + 2 + 2) + 3,  # as DeepSeek-V3
+        fields=_glm4_moe_lite,
+        rope={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 1.0},
+        is_mixture=True,
+        error=LATENT_ERROR,
+        modules=(*LATENT, *MLP),
+        num_adapted=lambda num_experts: 2 * 5 + 3 + 3 * (num_experts + 1),
+        converted={"glm4_moe_lite_bf16_files": {}},
     ),
     "qwen3_5": TinyFamily(
         Qwen3_5TextConfig,
@@ -395,3 +428,12 @@ def own_layers(*, is_mixture: bool | None = None) -> tuple[str, ...]:
         for name, row in FAMILIES.items()
         if row.has_own_layers and (is_mixture is None or row.is_mixture == is_mixture)
     )
+
+
+def as_served(model: Any) -> Any:
+    """Return a model of transformers with `rms_norm_eps` in all norms, as in SGLang; transformers
+    takes 1e-6 for those of latent vectors."""
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model

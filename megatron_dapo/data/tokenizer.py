@@ -282,10 +282,12 @@ def load_tokenizer(model_path: str | Path) -> Tokenizer:
 def _load_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise UserError(
-            f"{_KEY}: {str(folder)!r} has no tokenizer.json; write one with "
-            f"transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        cure = (
+            "make one of tiktoken.model with the pattern of the model's own tokenizer (docs/models.md, Kimi-K2)"
+            if (folder / "tiktoken.model").is_file()
+            else "write one with transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
+        raise UserError(f"{_KEY}: {str(folder)!r} has no tokenizer.json; {cure}.")
     try:
         backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, _MAX_TOKENIZER))
     except (KeyboardInterrupt, SystemExit):

@@ -134,6 +134,44 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _latent(
+    architecture: str, hidden: int, layers: int, heads: int, ffn: int, expert_ffn: int, experts: int, per_token: int
+) -> dict[str, Any]:
+    """Return the shape of a mixture with latent attention, its first layer dense."""
+    return _decoder(architecture, hidden, layers, heads, heads, ffn) | {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "moe_intermediate_size": expert_ffn,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": per_token,
+        "qk_rope_head_dim": 64,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    }
+
+
+def _deepseek(heads: int, experts: int, positions: int, vocabulary: int, yarn_factor: int) -> dict[str, Any]:
+    return _latent("DeepseekV3ForCausalLM", 7168, 61, heads, 18432, 2048, experts, 8) | {
+        "max_position_embeddings": positions,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": yarn_factor,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "v_head_dim": 128,
+        "vocab_size": vocabulary,
+    }
+
+
 def _decoder(architecture: str, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
     return {
         "architectures": [architecture],
@@ -197,34 +235,21 @@ MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "glm-4.5": _glm_moe(5120, 92, 12288, 1536, 160, 3, scaling=2.5, qk_norm=True),
     # deepseek-ai/DeepSeek-V3*, -R1*: arXiv 2412.19437, section 4.2; without the layer of
     # multi-token prediction; in bfloat16, but published in FP8
-    "deepseek-v3": _decoder("DeepseekV3ForCausalLM", 7168, 61, 128, 128, 18432)
+    "deepseek-v3": _deepseek(128, 256, 163840, 129280, 40)
+    | {"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+    # moonshotai/Kimi-K2-Base, -Instruct: arXiv 2507.20534, table 2; published in FP8, too
+    "kimi-k2": _deepseek(64, 384, 131072, 163840, 32) | {"routed_scaling_factor": 2.827, "rope_theta": 50000},
+    # zai-org/GLM-4.7-Flash: its config.json; without the layer of multi-token prediction
+    "glm-4.7-flash": _latent("Glm4MoeLiteForCausalLM", 2048, 47, 20, 10240, 1536, 64, 4)
     | {
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
-        "moe_intermediate_size": 2048,
-        "moe_layer_freq": 1,
-        "n_group": 8,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "original_max_position_embeddings": 4096,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "tie_word_embeddings": False,
-        "topk_group": 4,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 128,
-        "vocab_size": 129280,
+        "max_position_embeddings": 202752,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.8,
+        "v_head_dim": 256,
+        "vocab_size": 154880,
     },
     # openai/gpt-oss-*: arXiv 2508.10925, section 2; in bfloat16, but published in MXFP4
     "gpt-oss-20b": _gpt_oss(24, 32),

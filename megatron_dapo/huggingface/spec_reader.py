@@ -141,7 +141,10 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
     )
 
 
-_CURES = {"quantization_config": "; convert the weights to bfloat16 first, and leave the field out"}
+_CURES = {
+    "quantization_config": "; convert the weights to bfloat16 first, and leave the field out",
+    "model_type": "; set it to deepseek_v3, which has the same layers",
+}
 REQUIRED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip

@@ -22,6 +22,7 @@ CHECKED = {
     "qwen3_tied_bf16_files": "pp2",
     "qwen3_moe_bf16_files": "tp2",
     "glm4_moe_bf16_files": "pp2",
+    "glm4_moe_lite_bf16_files": "tp2",
 }
 # how many processes, written at, read back at
 ROUTES = {"tp1": "tp2", "tp2": "pp2", "pp2": "tp1"}

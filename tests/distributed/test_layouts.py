@@ -321,8 +321,8 @@ def families(tmp_path_factory) -> dict[str, dict]:
     return run_layouts(folder, folder / FAMILIES[0], FAMILY_RUNS, others=models, overrides=HALF_A_STEP)
 
 
-# the last one's layers are Qwen3-Next's, with the tensors of Qwen3.5
-OTHERS = (*own_layers(is_mixture=True), *(["qwen3_5_moe"] if PROOFS else []))
+# the last two have layers of others: Qwen3-Next's, and DeepSeek-V3's before GLM-4.5's experts
+OTHERS = (*own_layers(is_mixture=True), *(["qwen3_5_moe", "glm4_moe_lite"] if PROOFS else []))
 with_them = partial(with_others, OTHERS)
 SMALL = {"small": CUTS["small"]}
 TP_EP, PP_EP = {"tp": 2, "sp": True, "ep": 2}, {"pp": 2, "ep": 2}

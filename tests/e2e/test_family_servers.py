@@ -1,6 +1,6 @@
 """Every family in a real server of two ranks: the same model as in transformers, before and after a
 push. Those with the layers of others are proofs: other tests serve Qwen2, Qwen3, Mistral and the
-mixtures of Qwen; GLM-4.5 has its shared expert."""
+mixtures of Qwen; GLM-4.5 has its shared expert, GLM-4.7-Flash a class of its own for all."""
 
 import asyncio
 import json
@@ -28,7 +28,12 @@ CHUNK = 16  # tokens of a prompt that are read at once: twice a window's
 SERVER = "actor_rollout_ref.rollout.server"
 
 
-SERVED = list(FAMILIES) if PROOFS else [*own_layers(), "glm4_moe"]
+SERVED = list(FAMILIES) if PROOFS else [*own_layers(), "glm4_moe", "glm4_moe_lite"]
+# names Python code of the folder, as Kimi-K2's config.json does; nobody imports it
+AUTO_MAP = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -42,7 +47,8 @@ def model_path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     servers of a CPU compute in float32."""
     path = make_tiny(tmp_path_factory.mktemp(family), family, vocab=65, layers=2, hidden=HIDDEN)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    code = {"auto_map": AUTO_MAP} if family == "deepseek_v3" else {}
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"} | code))
     return path
 
 

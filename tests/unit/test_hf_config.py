@@ -221,7 +221,6 @@ REFUSED_OF_DEEPSEEK_V3 = [
     ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: 63` is not even"),
     ({"v_head_dim": 193}, "v_head_dim: 193` is above qk_nope_head_dim + qk_rope_head_dim"),
     ({"attention_bias": True}, "attention_bias: True"),
-    ({"rms_norm_eps": 1e-5}, "rms_norm_eps: 1e-05"),
     ({"topk_method": "greedy"}, "topk_method: greedy"),
     ({"scoring_func": None}, "scoring_func: None"),
     ({"moe_layer_freq": 2}, "moe_layer_freq: 2"),

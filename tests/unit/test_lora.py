@@ -23,7 +23,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.training.conversation_batches import ConversationDistributor, ConversationDraws
 from megatron_dapo.training.policy import Policy
 from tests.distributed.layout_worker import gathered, trained_source
-from tests.families import FAMILIES, MODULES
+from tests.families import FAMILIES, MODULES, as_served
 from tests.peft_adapters import make_adapter, merged_checkpoint, with_adapter
 from tests.sft_files import conversations, make_chat_model, mean_loss_of, write_rows
 from tests.tiny_models import make_tiny
@@ -150,7 +150,7 @@ def test_a_peft_folder_comes_back_bit_for_bit_and_a_merged_export_is_the_adapter
 
 
 def in_float64(path: Path):
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    return as_served(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager"))
 
 
 @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.num_adapted])

@@ -69,7 +69,9 @@ PUBLISHED_PARAMETERS = {
     "gemma-3-1b": 999_885_952,
     "glm-4.5-air": 106_852_245_504,  # this and the next as transformers counts them
     "glm-4.5": 352_797_814_784,
-    "deepseek-v3": 671_026_404_352,  # without the routers' biases
+    "deepseek-v3": 671_026_404_352,  # this and the next two without the routers' biases
+    "kimi-k2": 1_026_408_232_448 - 60 * 384,
+    "glm-4.7-flash": 29_943_393_920 - 46 * 64,  # and without the layer of multi-token prediction
     "gpt-oss-20b": 20_914_757_184,  # this and the next as transformers counts them
     "gpt-oss-120b": 116_829_156_672,
     "llama-3.1-8b": 8_030_261_248,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import Glm4Config, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -41,6 +41,13 @@ YARN = st.fixed_dictionaries(
 )
 
 
+# a step: all frequencies up to a pair are kept, the others divided
+KIMI_K2 = {
+    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
 def spec_with(rope: dict, head_dim: int = 64) -> ModelSpec:
     return model_spec(
         MODEL_JSON | {"architectures": ["LlamaForCausalLM"], "head_dim": head_dim, "rope_parameters": rope}
@@ -49,6 +56,7 @@ def spec_with(rope: dict, head_dim: int = 64) -> ModelSpec:
 
 @settings(max_examples=150, deadline=None)
 @given(rope=LINEAR | LLAMA3 | YARN, theta=st.sampled_from([1e4, 5e5, 1e6]), head_dim=st.sampled_from([16, 64, 128]))
+@example(rope=KIMI_K2, theta=5e4, head_dim=64)
 def test_frequencies_and_attention_factor_are_those_of_transformers(rope, theta, head_dim):
     rope = rope | {"rope_theta": theta}
     spec = spec_with(rope, head_dim)

@@ -126,6 +126,9 @@ def test_a_template_cannot_reach_the_machine_and_may_refuse(tmp_path):
 def test_a_folder_without_a_readable_tokenizer_is_told(tmp_path):
     with pytest.raises(UserError, match=r"actor_rollout_ref\.model\.path.*tokenizer\.json"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tiktoken.model").touch()  # AutoTokenizer would divide words by another pattern
+    with pytest.raises(UserError, match=r"no tokenizer\.json; make one of tiktoken\.model with the pattern .*Kimi"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, in bfloat16."""
+"""DeepSeek-V3, R1 and Kimi-K2, in bfloat16."""
 
 from megatron_dapo.huggingface.family import SHARED_MIXTURE, Family, NeutralValues
 from megatron_dapo.huggingface.latent import LatentAttention
@@ -14,13 +14,14 @@ from megatron_dapo.huggingface.weight_rows import (
     router_shape,
 )
 
-# The norms of latent vectors have this epsilon in transformers, and rms_norm_eps in SGLang.
-# transformers has only the kind of router that the next three fields name; SGLang reads them, so
-# that they must be there. With router_fp32 SGLang holds the weight of a router in float32.
+# Kimi-K2 calls itself kimi_k2, which transformers and SGLang know only by Python code of its
+# folder. transformers has only the kind of router that topk_method, scoring_func and
+# moe_layer_freq name; SGLang reads them, so that they must be there. With router_fp32 SGLang holds
+# the weight of a router in float32.
 NEUTRAL: NeutralValues = {
     **SHARED_MIXTURE,
+    "model_type": lambda value: value in (None, "deepseek_v3"),
     "attention_bias": lambda value: not value,
-    "rms_norm_eps": lambda value: value == 1e-6,
     "topk_method": lambda value: value == "noaux_tc",
     "scoring_func": lambda value: value == "sigmoid",
     "moe_layer_freq": lambda value: value == 1,
@@ -45,7 +46,7 @@ def _down_keys(m: ModelSpec) -> tuple[int, ...]:
     return _latent(m).kv_rank + m.rotary_dim, m.hidden_size
 
 
-ROWS = changed(
+LATENT_ROWS = changed(
     tuple(row for row in DECODER if ".linear_qkv." not in row.megatron),
     Row(
         # SGLang 0.5.23 drops one that comes without the other
@@ -78,9 +79,12 @@ ROWS = changed(
         ATTENTION + "linear_kv.weight", (HF_ATTENTION + "kv_b_proj.weight",), "same",
         lambda m: [(m.num_heads * (_latent(m).plain_dim + m.value_dim), _latent(m).kv_rank)], cut=0,
     ),
+)  # fmt: skip
+ROWS = changed(
+    LATENT_ROWS,
     # unlike other routers with a bias, SGLang's has the type of the model
     Row(ROUTER + "weight", (HF_LAYER + "mlp.gate.weight",), "same", router_shape, in_layer=ModelSpec.has_experts),
-)  # fmt: skip
+)
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     server_class="megatron_dapo.servers.served_deepseek:DeepseekV3ForCausalLM",
