@@ -9,20 +9,17 @@ from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.rollout_checks import EXTRA_ARGS, given_options
 from megatron_dapo.common import nvidia_driver
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import has_given_servers, server_option, shares_gpus
+from megatron_dapo.config.derived import has_given_servers, server_expert_parts, shares_gpus
 from megatron_dapo.config.key_names import CORRECTION, ROLLOUT
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.estimates.hardware import serves_fp8
 from megatron_dapo.huggingface.fp8_form import BLOCK, has_expert_blocks, odd_widths
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 
 QUANTIZATION = f"{ROLLOUT}.quantization"
 _TP = f"{ROLLOUT}.server.tensor_model_parallel_size"
-_EP_OPTIONS = ("--ep-size", "--expert-parallel-size", "--ep")
 _OWN_OPTIONS = ("--quantization", "--json-model-override-args", "--load-format")
-# Compute capabilities, from the first to below the second: an older GPU has no FP8 products, on a
-# newer one SGLang 0.5.23 gives the scales another form, which no push fills
-_CAPABILITIES = ((8, 9), (10, 0))
 
 
 def _correction(config: Config) -> Iterator[str]:
@@ -81,9 +78,8 @@ def fp8_servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 def _odd_widths(config: Config, spec: ModelSpec) -> Iterator[str]:
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
-    size = next(filter(None, (server_option(config, option) for option in _EP_OPTIONS)), "1")
-    ep = int(size) if size.isdecimal() and int(size) and tp % int(size) == 0 else 1
-    if not (odd := odd_widths(spec, tp, tp // ep)):
+    ep = server_expert_parts(config)
+    if not (odd := odd_widths(spec, tp, tp // ep if tp % ep == 0 else tp)):
         return
     module, width = odd[0]
     divisors = [number for number in range(1, tp + 1) if tp % number == 0]
@@ -103,8 +99,7 @@ def gpu_faults(gpus: Sequence[str]) -> Iterator[str]:
         major, _, minor = text.strip().partition(".")
         if not (major.isdecimal() and minor.isdecimal()):  # the driver does not say
             continue
-        first, last = _CAPABILITIES
-        if not first <= (int(major), int(minor)) < last:
+        if not serves_fp8((int(major), int(minor))):
             yield (
                 f"{QUANTIZATION} is fp8, which servers run here on GPUs of compute capability 8.9 to 9.x, but {name} "
                 f"has {major}.{minor}; set it to null, or use such GPUs."

@@ -394,6 +394,12 @@ def server_option(config: Config, option: str) -> str | None:
     return last
 
 
+def server_expert_parts(config: Config) -> int:
+    """Return the parts into which a server's GPUs divide its experts: SGLang's `--ep-size`."""
+    values = (server_option(config, name) or "" for name in ("--ep-size", "--expert-parallel-size", "--ep"))
+    return max([1, *(int(value) for value in values if value.isdecimal())])
+
+
 def nodes_per_server(config: Config) -> int:
     """Return the nodes of a server: 1 on the trainer's machine, in any number of processes."""
     server = config.actor_rollout_ref.rollout.server

@@ -63,15 +63,12 @@ class Hardware:
 FP8_SPEED = 2.0
 # Compute capability for Transformer Engine's recipes (TE 2.20, pytorch/quantization.py).
 FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-# Of servers in FP8 blocks, from the first to below the second: an older GPU has no FP8 products, on a
-# newer one SGLang 0.5.23 gives the scales another form, which no push fills.
-SERVER_FP8_CAPABILITIES = ((8, 9), (10, 0))
 
 
 def serves_fp8(capability: tuple[int, int]) -> bool:
-    """Return whether a GPU of this capability serves FP8 blocks."""
-    first, last = SERVER_FP8_CAPABILITIES
-    return first <= capability < last
+    """Return whether a GPU of this capability serves FP8 blocks. An older one has no FP8 products; on
+    a newer one SGLang 0.5.23 gives the scales another form, which no push fills."""
+    return (8, 9) <= capability < (10, 0)
 
 
 def lack_of_fp8(name: str, capability: tuple[int, int], recipe: str) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from megatron_dapo.common.sizes import ceil_div
-from megatron_dapo.config.derived import server_option
+from megatron_dapo.config.derived import server_expert_parts
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.pipeline import kinds_of
 from megatron_dapo.huggingface.fp8_form import BLOCK, has_expert_blocks, odd_widths
@@ -20,7 +20,6 @@ from megatron_dapo.huggingface.weight_rows import Row
 
 _SCALE = 4  # bytes
 _WIDTHS = {"float32": 4, "bfloat16": 2}
-_EP_OPTIONS = ("--ep-size", "--expert-parallel-size", "--ep")
 
 
 def holds_blocks(config: Config) -> bool:
@@ -31,8 +30,7 @@ def holds_blocks(config: Config) -> bool:
 def fills_blocks(config: Config, spec: ModelSpec, tp: int) -> bool:
     """Return whether the parts of a model on a server's GPUs consist of whole blocks: SGLang refuses
     others. With `--ep-size` experts are whole, or in larger parts."""
-    sizes = [int(value) for name in _EP_OPTIONS if (value := server_option(config, name) or "").isdecimal()]
-    ep = max([1, *sizes])
+    ep = server_expert_parts(config)
     return tp % ep == 0 and has_expert_blocks(spec) and not odd_widths(spec, tp, tp // ep)
 
 
