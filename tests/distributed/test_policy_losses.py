@@ -82,7 +82,7 @@ CASES = cases_of(LAYOUTS)
 def models(tmp_path_factory) -> tuple[Path, Path]:
     """The actor and the reference."""
     folder = tmp_path_factory.mktemp("policy_losses")
-    shape = dict(vocab=VOCAB, layers=4, hidden=32, heads=4, kv_heads=2)
+    shape = dict(vocab=VOCAB, layers=4, hidden=32, heads=8, kv_heads=4)  # for four tensor ranks
     return make_tiny(folder / "model", "qwen3", **shape), make_tiny(folder / "reference", "qwen3", seed=1, **shape)
 
 

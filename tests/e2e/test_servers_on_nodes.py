@@ -31,8 +31,8 @@ pytestmark = pytest.mark.e2e
 
 DEMO = ("--config", str(REPOSITORY / "configs" / "demo.yaml"))
 SERVER = "actor_rollout_ref.rollout.server"
-MAX_STEPS = 60
-"""Of a run with kills, which is stopped a step after the last one."""
+STEPS_PER_KILL = 40
+"""At most: the run is stopped a step after the last kill."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def run_with_kills(prompts: Path, run: RunFolder, kills: Sequence[Kill], num_ser
         killer = Killer(run, made, num_servers, kills)
         killer.start()
         try:
-            code = main([*DEMO, *keys(prompts, run, MAX_STEPS, num_servers)])
+            code = main([*DEMO, *keys(prompts, run, STEPS_PER_KILL * len(kills), num_servers)])
         finally:
             killer.over.set()
             killer.join()
