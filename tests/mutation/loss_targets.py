@@ -263,6 +263,14 @@ EQUIVALENT = {
         **_names("reduce_kernel: loss + column -> loss - column", "only column 0 is stored"),
         **_names("_gated: adv > 0.0 -> adv >= 0.0", NO_ADVANTAGE),
         **_names("_masked: lp > old -> lp >= old \n _masked: lp < old -> lp <= old", NOT_FAR),
+        **_names(
+            "_masked: adv > 0.0 -> adv >= 0.0 \n _masked: adv < 0.0 -> adv <= 0.0",
+            "an advantage of 0 gives no loss, masked or not, and is counted nowhere",
+        ),
+        **_names(
+            "token_loss_kernel: adv > 0.0 -> adv >= 0.0 #2 \n token_loss_kernel: adv < 0.0 -> adv <= 0.0 #2",
+            "a masked token has an advantage",
+        ),
     },
 }
 
