@@ -63,7 +63,7 @@ def remax(group: GroupRewards) -> Tensor:
 def maxrl(group: GroupRewards) -> Tensor:
     """Return A_i = (R_i - mean(R)) / mean(R), [n]; 0 if the mean is not above 0.
 
-    MaxRL (arXiv 2602.02710), algorithm 1, for rewards of 1 and 0: the rarer right responses are,
+    MaxRL (arXiv 2602.02710), for rewards of 1 and 0: the rarer right responses are,
     the more one weighs. Other rewards may be any numbers from 0.
     """
     mean = group.rewards.mean()

@@ -174,7 +174,7 @@ def policy_loss(
         dppo_tv, dppo_kl: l_t = -A_t r_t; 0 where D_t > divergence and A_t moves the chance
         p_t = exp(lp_t) further from q_t = exp(old_t): up (A_t > 0, p_t > q_t) or down (A_t < 0,
         p_t < q_t). tv: D_t = |p_t - q_t|. kl: D_t = q_t log(q_t / p_t) + (1 - q_t)
-        log((1 - q_t) / (1 - p_t)). DPPO (arXiv 2602.04879), eq. 11 to 14, binary.
+        log((1 - q_t) / (1 - p_t)). DPPO (arXiv 2602.04879), binary form.
 
     With off_policy, tokens with is_off_policy have another loss. exgrpo_policy_shaping: -A r / (r +
     beta) (arXiv 2510.02245). dapo_clip_higher: as dapo, with an upper bound of its own.

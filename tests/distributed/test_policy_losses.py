@@ -116,7 +116,7 @@ def sapo(new: Tensor, old: Tensor, advantage: float) -> Tensor:
 
 
 def dppo(new: Tensor, old: Tensor, advantage: float, divergence: Tensor, threshold: float) -> Tensor:
-    """arXiv 2602.04879, eq. 11 and 12."""
+    """arXiv 2602.04879, binary forms."""
     ratio = (new - old).exp()
     leaves = ratio > 1 if advantage > 0 else ratio < 1
     return torch.where(leaves & (divergence > threshold), 0.0, -ratio * advantage)

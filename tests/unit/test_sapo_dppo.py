@@ -76,7 +76,7 @@ def test_a_token_far_from_the_old_policy_is_masked_unless_it_comes_back(name, ki
 @pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
 @pytest.mark.parametrize("seed", range(2))
 def test_dppo_is_the_formula_of_its_paper(kind, seed):
-    """arXiv 2602.04879, eq. 11 to 14, with torch's KL of the two choices, token and any other."""
+    """arXiv 2602.04879, binary forms, with torch's KL of the two choices, token and any other."""
     responses, threshold = Responses(seed, spread=0.3), 0.02
     responses.old = responses.old.clamp(max=-1e-3)
     ours, _ = responses.loss_of("token-mean", Clip(divergence=threshold), kind)
