@@ -26,6 +26,7 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
+from megatron_dapo.rewards.reward_registry import check_estimator
 from megatron_dapo.rollout.answer_records import group_record, with_texts
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.build_rollout import (
@@ -108,6 +109,9 @@ class Controller:
                 f"algorithm.adv_estimator {self._config.algorithm.adv_estimator} needs the reward of one greedy "
                 f"response; take another of the two."
             )
+        if advantage_estimator(self._config).divides_by_mean:
+            names = self._config.algorithm.adv_estimator, self._config.reward.function
+            check_estimator(*names, [""], self._rewards.wrong_score)
         if self._environments:
             await self._environments.start()
         await self._scorers.start(self._rollout.server.startup_timeout_s)
