@@ -48,7 +48,7 @@ from megatron_dapo.rollout.held_out_evaluation import Validation
 from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
-from megatron_dapo.servers.server_versions import require_deterministic, require_fp8_weights, require_in_flight_updates
+from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates, require_weight_form
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -120,8 +120,9 @@ class Controller:
             await require_in_flight_updates([server.client for server in self._servers.servers])
         if self._rollout.deterministic:
             await require_deterministic([server.client for server in self._servers.servers])
-        if self._rollout.quantization == "fp8":
-            await require_fp8_weights([server.client for server in self._servers.servers])
+        for server in self._servers.servers:
+            info = await server.client.server_info()
+            require_weight_form(server.url, info, self._rollout.quantization is not None)
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:
