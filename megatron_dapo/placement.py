@@ -102,7 +102,7 @@ class OwnGpus:
             return source
         blocks = Fp8Source(source)
         agreement = Agreement.of_all_ranks(self._config.weight_sync.timeout_s, WeightSyncError)
-        self._fp8_error = lambda: relative_error(agreement.all("error of FP8 blocks", blocks.squares))
+        self._fp8_error = lambda: relative_error(agreement.all("error of FP8 blocks", blocks.sums))
         return blocks
 
     def close(self) -> None:

@@ -35,6 +35,8 @@ LOSS = LossConfig(
     off_policy=OffPolicy(),
     rollout_is_threshold=2.0,
 )
+MASKING = replace(LOSS, clip=replace(LOSS.clip, divergence=1e-3))
+"""Of a random head's chances: a published divergence masks no token of dppo_tv and dppo_kl."""
 
 
 class Bounds(NamedTuple):
@@ -384,6 +386,10 @@ def check_token_loss(case: HeadCase, loss: LossConfig = LOSS) -> None:
     _close_in_norm(ours.grad_entropy, exact.grad_entropy, 1e-6, "entropy")
     torch.testing.assert_close(ours.sums, exact.sums, rtol=1e-5, atol=1e-6 * len(log_prob))
     torch.testing.assert_close(ours.maxima, exact.maxima, rtol=1e-5, atol=1e-6)
+    if loss.policy_loss in ("dppo_tv", "dppo_kl"):
+        names, _ = metric_names(loss)
+        masked = [exact.sums[names.index(f"actor/on_pg_clipfrac{side}")][0] for side in ("", "_lower")]
+        assert min(masked) > 0, "no token is masked on a side, so that nothing is said of the mask"
 
 
 def _values_close(case: HeadCase, log_prob: Tensor, entropy: Tensor, expected: Oracle) -> None:

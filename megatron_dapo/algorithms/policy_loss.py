@@ -93,9 +93,9 @@ def _masked(
     advantages: Tensor,
     clip: Clip,
     *,
-    divergence: Callable[[Tensor, Tensor], Tensor],
+    measure: Callable[[Tensor, Tensor], Tensor],
 ) -> _Losses:
-    is_far = divergence(log_probs, old_log_probs) > clip.divergence
+    is_far = measure(log_probs, old_log_probs) > clip.divergence
     is_above = (advantages > 0) & (log_probs > old_log_probs) & is_far
     is_below = (advantages < 0) & (log_probs < old_log_probs) & is_far
     losses = torch.where(is_above | is_below, 0.0, -advantages * ratio)
@@ -119,8 +119,8 @@ LOSS_FORMULAS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Clip], _Losse
     "cispo": _weighed_log_prob,
     "gspo": _surrogate,  # of another ratio
     "sapo": _gated,
-    "dppo_tv": partial(_masked, divergence=_total_variation),
-    "dppo_kl": partial(_masked, divergence=_binary_kl),
+    "dppo_tv": partial(_masked, measure=_total_variation),
+    "dppo_kl": partial(_masked, measure=_binary_kl),
 }
 
 

@@ -258,8 +258,14 @@ def _kl_below_zero(config: Config) -> Iterator[str]:
         yield from _below_zero(config, f"{KL_CTRL}.kl_coef", "0")
 
 
+def _reward_model_below_zero(config: Config) -> Iterator[str]:
+    if config.reward.model.path is not None:
+        yield from _below_zero(config, "reward.model.path", "null")
+
+
 def _below_zero(config: Config, key: str, off: str) -> Iterator[str]:
-    """Yield the mistake of a key that lowers rewards, if the estimator divides by their mean."""
+    """Yield the mistake of a key that may take rewards below 0, if the estimator divides by their
+    mean."""
     if advantage_estimator(config).divides_by_mean:
         yield (
             f"{key} is {show_text(value_of(config, key))}, so that rewards may be negative, but {ESTIMATOR} is "
@@ -435,6 +441,7 @@ ALGORITHM_CHECKS = (
     _estimators,
     _punishment_below_zero,
     _kl_below_zero,
+    _reward_model_below_zero,
     _off_policy_clip,
     _replay_estimator,
     _replay_group_size,

@@ -78,7 +78,7 @@ def fp8_servers(config: Config, model: dict[str, Any]) -> Iterator[str]:
 
 def _odd_widths(config: Config, spec: ModelSpec) -> Iterator[str]:
     tp = config.actor_rollout_ref.rollout.server.tensor_model_parallel_size
-    ep = server_expert_parts(config)
+    ep = server_expert_parts(config, tp)
     if not (odd := odd_widths(spec, tp, tp // ep if tp % ep == 0 else tp)):
         return
     module, width = odd[0]

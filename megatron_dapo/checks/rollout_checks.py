@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
-from megatron_dapo.config.derived import is_server_url, server_option, starts_servers
+from megatron_dapo.config.derived import is_server_url, server_expert_parts, server_option, starts_servers
 from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
@@ -249,6 +249,15 @@ def extra_args(config: Config) -> Iterator[str]:
         )
 
 
+def _verify(config: Config) -> Iterator[str]:
+    parts = server_expert_parts(config, config.actor_rollout_ref.rollout.server.tensor_model_parallel_size)
+    if config.weight_sync.verify and parts > 1:
+        yield (
+            f"weight_sync.verify is true, but {EXTRA_ARGS} gives each of a server's GPUs one of {parts} parts of the "
+            f"experts, and the comparison is of all of them: the first push would end the run; set verify to false."
+        )
+
+
 def _states_ratio(config: Config) -> Iterator[str]:
     if states_ratio(config) is None:
         yield (
@@ -289,4 +298,5 @@ ROLLOUT_CHECKS = (
     extra_args,
     _dp_attention,
     _states_ratio,
+    _verify,
 )

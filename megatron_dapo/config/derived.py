@@ -383,21 +383,23 @@ def dapo_techniques(config: Config) -> dict[str, bool]:
     }
 
 
-def server_option(config: Config, option: str) -> str | None:
+def server_option(config: Config, *spellings: str) -> str | None:
     """Return the value of an option in `server.extra_args`: the last one given."""
     arguments = config.actor_rollout_ref.rollout.server.extra_args
     last = None
     for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         name, equals, value = argument.partition("=")
-        if name == option:
+        if name in spellings:
             last = value if equals else following
     return last
 
 
-def server_expert_parts(config: Config) -> int:
-    """Return the parts into which a server's GPUs divide its experts: SGLang's `--ep-size`."""
-    values = (server_option(config, name) or "" for name in ("--ep-size", "--expert-parallel-size", "--ep"))
-    return max([1, *(int(value) for value in values if value.isdecimal())])
+def server_expert_parts(config: Config, tp: int) -> int:
+    """Return the parts into which a server of `tp` GPUs divides its experts: SGLang's `--ep-size`."""
+    if (server_option(config, "--moe-a2a-backend") or "none") != "none":
+        return tp  # whatever else is given
+    value = server_option(config, "--ep-size", "--expert-parallel-size", "--ep") or ""
+    return max(1, int(value)) if value.isdecimal() else 1
 
 
 def nodes_per_server(config: Config) -> int:

@@ -91,7 +91,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
         read_experts(hf, source, family.has_shared_experts) if family.is_moe and not wrong_types else (None, [])
     )
     wrong = [
-        f"{source}: `{key}: {hf[key]}` is not supported for {architecture}{_CURES.get(key, '')}"
+        f"{source}: `{key}: {hf[key]}` is not supported for {architecture}{_cure(key, hf[key])}"
         for key, is_neutral in family.neutral.items()
         if key in hf and not is_neutral(hf[key])
     ]
@@ -143,7 +143,7 @@ def model_spec(hf: dict, source: str = "config.json") -> ModelSpec:
 
 _CURES = {
     "quantization_config": "; convert the weights to bfloat16 first, and leave the field out",
-    "model_type": "; set it to deepseek_v3, which has the same layers",
+    "model_type: kimi_k2": "; set it to deepseek_v3, which has the same layers",
 }
 REQUIRED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps",
@@ -154,6 +154,10 @@ _WINDOW_SIZES = ("sliding_window", "sliding_window_pattern", "query_pre_attn_sca
 _WHOLE = ("first_k_dense_replace", "num_nextn_predict_layers")
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "swiglu_limit")
 _SWITCHES = ("tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "rope_interleave")
+
+
+def _cure(key: str, value: object) -> str:
+    return _CURES.get(key) or _CURES.get(f"{key}: {value}", "")
 
 
 def _wrong_types(hf: dict, source: str, family: Family) -> list[str]:

@@ -85,7 +85,7 @@ class RewardPool:
         self._batches = Batches(self._ask, num_workers, batch_size)
         self._counts = dict.fromkeys(("num_scored", "num_timeouts", "num_crashes", "num_exceptions"), 0)
         self._logged: set[str] = set()
-        self._wrong_score = 0.0
+        self.wrong_score = 0.0  # of a function by import path
         self.last_traceback = ""  # of the function's last exception
 
     async def start(self) -> None:
@@ -94,7 +94,7 @@ class RewardPool:
         check_reward(self._function, self._kwargs)
         await self._pool.start()
         greeting = self._pool.greeting
-        self._wrong_score = float(greeting["wrong_score"])
+        self.wrong_score = float(greeting["wrong_score"])
         self._scored = Scored[greeting["scored"]]
         if greeting["is_async"]:
             self._shared = SharedWorkers(self._pool, self._num_workers)
@@ -172,7 +172,7 @@ class RewardPool:
         if error not in self._logged and len(self._logged) < _MAX_LOGGED_ERRORS:
             self._logged.add(error)
             logger.warning("reward %s failed on a response to %r: %s", self._function, data_source, error)
-        wrong = wrong_score(self._function, data_source, self._wrong_score)
+        wrong = wrong_score(self._function, data_source, self.wrong_score)
         return RewardResult(wrong, correct=False, error=error)
 
 

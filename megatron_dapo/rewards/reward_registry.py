@@ -98,16 +98,17 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
     return WRONG_SCORES.get(function, custom)
 
 
-def check_estimator(estimator: str, function: str, data_sources: Iterable[str]) -> None:
-    """Raise UserError for a negative score of wrong answers by whose mean the estimator divides."""
+def check_estimator(estimator: str, function: str, data_sources: Iterable[str], custom: float = 0.0) -> None:
+    """Raise UserError for a negative score of wrong answers by whose mean the estimator divides.
+    custom: see `wrong_score`."""
     if not ESTIMATORS[estimator].divides_by_mean:
         return
     for source in data_sources:
-        if (score := wrong_score(function, source)) < 0:
+        if (score := wrong_score(function, source, custom)) < 0:
             raise UserError(
-                f"reward.function is {function}, which scores wrong answers of {source!r} {score:g}, but "
-                f"algorithm.adv_estimator is {estimator}, which divides by the mean of rewards; choose a function that "
-                f"gives wrong answers 0, such as math_verify, or another estimator."
+                f"reward.function is {function}, which scores wrong answers{source and f' of {source!r}'} {score:g}, "
+                f"but algorithm.adv_estimator is {estimator}, which divides by the mean of rewards; choose a function "
+                f"that gives wrong answers 0, such as math_verify, or another estimator."
             )
 
 

@@ -26,6 +26,7 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
+from megatron_dapo.rewards.reward_registry import check_estimator
 from megatron_dapo.rollout.answer_records import group_record, with_texts
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.build_rollout import (
@@ -47,7 +48,7 @@ from megatron_dapo.rollout.held_out_evaluation import Validation
 from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
-from megatron_dapo.servers.server_versions import require_deterministic, require_fp8_weights, require_in_flight_updates
+from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates, require_weight_form
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
 
@@ -108,6 +109,9 @@ class Controller:
                 f"algorithm.adv_estimator {self._config.algorithm.adv_estimator} needs the reward of one greedy "
                 f"response; take another of the two."
             )
+        if advantage_estimator(self._config).divides_by_mean:
+            names = self._config.algorithm.adv_estimator, self._config.reward.function
+            check_estimator(*names, [""], self._rewards.wrong_score)
         if self._environments:
             await self._environments.start()
         await self._scorers.start(self._rollout.server.startup_timeout_s)
@@ -116,8 +120,9 @@ class Controller:
             await require_in_flight_updates([server.client for server in self._servers.servers])
         if self._rollout.deterministic:
             await require_deterministic([server.client for server in self._servers.servers])
-        if self._rollout.quantization == "fp8":
-            await require_fp8_weights([server.client for server in self._servers.servers])
+        for server in self._servers.servers:
+            info = await server.client.server_info()
+            require_weight_form(server.url, info, self._rollout.quantization is not None)
         log.info("ready: %d servers, %d held-out prompts", len(self._servers.servers), len(self._val_prompts))
 
     async def next_batch(self, step: int, weight_version: int) -> RolloutBatch:

@@ -1,7 +1,8 @@
 """Checks of the SGLang versions and settings of servers for a run."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.servers.client import SGLangClient
@@ -42,15 +43,14 @@ async def require_deterministic(clients: Sequence[SGLangClient]) -> None:
             )
 
 
-async def require_fp8_weights(clients: Sequence[SGLangClient]) -> None:
-    """Raise UserError naming a server that was not started for FP8 blocks: it would take them for
-    weights.
+def require_weight_form(url: str, info: Mapping[str, Any], in_blocks: bool) -> None:
+    """Raise UserError for a server that would take FP8 blocks for weights, or weights for blocks.
 
-    Raise ServerError for a server without an answer.
+    info: its answer about itself. in_blocks: whether the trainer pushes blocks.
     """
-    for client in clients:
-        if "weight_block_size" not in str((await client.server_info()).get("json_model_override_args")):
-            raise UserError(
-                f"actor_rollout_ref.rollout.quantization is fp8, but server {client.url} was not started for it; start "
-                f"it by `python -m launch.sglang_server` with the run's config, or set the key to null."
-            )
+    if ("weight_block_size" in str(info.get("json_model_override_args"))) != in_blocks:
+        held, other = ("fp8", "null") if in_blocks else ("null", "fp8")
+        raise UserError(
+            f"actor_rollout_ref.rollout.quantization is {held}, but server {url} was not started for it; start it by "
+            f"`python -m launch.sglang_server` with the run's config, or set the key to {other}."
+        )

@@ -25,7 +25,7 @@ class Fp8Source:
         self._source = source
         self._specs: list[TensorSpec] = []
         self._origin: dict[str, TensorSpec] = {}  # name of a sent tensor -> the trainer's tensor
-        self._squares: dict[str, tuple[float, float]] = {}  # by the trainer's tensor, of its last quantization
+        self._sums: dict[str, tuple[float, float]] = {}  # by the trainer's tensor, of its last quantization
         for spec in source.specs():
             sent = _sent(spec)
             self._specs += sent
@@ -58,9 +58,9 @@ class Fp8Source:
         self._note(numbers)
         return [values[spec.name] for spec in specs]
 
-    def squares(self) -> tuple[float, float]:
+    def sums(self) -> tuple[float, float]:
         """Return (sum of squared errors, sum of squared weights) of the tensors quantized here."""
-        sums = self._squares.values()
+        sums = self._sums.values()
         return math.fsum(error for error, _ in sums), math.fsum(weight for _, weight in sums)
 
     def _note(self, numbers: dict[str, Tensor]) -> None:
@@ -70,7 +70,7 @@ class Fp8Source:
         for name, (error, weight, largest) in zip(numbers, read, strict=True):
             if not math.isfinite(largest):
                 raise WeightSyncError(f"{name} holds NaN or infinity, which FP8 blocks cannot hold")
-            self._squares[name] = error, weight
+            self._sums[name] = error, weight
 
 
 def relative_error(sums: Sequence[tuple[float, float]]) -> float | None:

@@ -47,6 +47,7 @@ class ServerLeader:
         report_unresponsive: called with the servers left out (URL -> why). They may be stuck for
             long, over NCCL as members of a dead server's group.
         pause_mode: as in the config.
+        in_blocks: whether FP8 blocks are pushed.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class ServerLeader:
         reserve_s: float,
         report_unresponsive: Callable[[dict[str, str]], None],
         pause_mode: PauseMode,
+        in_blocks: bool = False,
     ) -> None:
         self._urls = urls
         self._calls = calls
@@ -64,6 +66,7 @@ class ServerLeader:
         self._reserve_s = reserve_s
         self._report_unresponsive = report_unresponsive
         self._pause_mode = pause_mode
+        self._in_blocks = in_blocks
         self._members: dict[str, ServerMember] = {}  # of this push
         # servers that confirmed a push, with their version then
         self._known: dict[str, ServerMember] = {}
@@ -77,9 +80,8 @@ class ServerLeader:
             call = self._resuming.pop(url, None)
             if call is not None:
                 call.answer.cancel()  # it would close the new session
-        members, failures = self._calls.ask(
-            urls, partial(pause, mode=self._pause_mode, known=self._known), min(self._enter_s, deadline.left())
-        )
+        enter = partial(pause, mode=self._pause_mode, known=self._known, in_blocks=self._in_blocks)
+        members, failures = self._calls.ask(urls, enter, min(self._enter_s, deadline.left()))
         self.leave_out("pause", failures)  # one may have paused
         self._members = {url: members[url] for url in urls if url in members}
         return self._members

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from megatron_dapo.config.schema.run import PauseMode
+from megatron_dapo.servers.server_versions import require_weight_form
 
 log = logging.getLogger(__name__)
 
@@ -167,18 +168,23 @@ class ServerMember:
     size: int
 
 
-async def pause(server: ServerControl, mode: PauseMode, known: Mapping[str, ServerMember]) -> ServerMember:
+async def pause(
+    server: ServerControl, mode: PauseMode, known: Mapping[str, ServerMember], in_blocks: bool
+) -> ServerMember:
     """Have the server pause and open an update session; return its version and size.
+    Raise UserError for one that was not started for these weights.
 
     Args:
         mode: `weight_sync.pause_mode`.
         known: URL -> the server after the last push. With an unchanged version it was not
             restarted, and its size is reused: SGLang takes long to answer `server_info`.
+        in_blocks: whether FP8 blocks are pushed.
     """
     version = str(await server.weight_version())
     member = known.get(server.url)
     if member is None or member.version != version:
         info = await server.server_info()
+        require_weight_form(server.url, info, in_blocks)
         member = ServerMember(version, int(info.get("tp_size", 1)))
     await server.pause(mode)
     if mode == "in_place":

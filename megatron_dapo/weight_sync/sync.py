@@ -9,6 +9,7 @@ from megatron_dapo.config.schema.run import WeightSyncConfig
 from megatron_dapo.platform.agreement import Deadline
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.weight_sync.buckets import Source, plan_for
+from megatron_dapo.weight_sync.fp8_source import Fp8Source
 from megatron_dapo.weight_sync.leader import ServerLeader
 from megatron_dapo.weight_sync.push import Delivery, Push, WeightPush, reserve_s
 from megatron_dapo.weight_sync.sender import Sender
@@ -48,7 +49,10 @@ class WeightSync(WeightPush):
         ranks. Raises as WeightPush does."""
         reserve = reserve_s(config)
         calls = ServerCalls(connect)
-        servers = ServerLeader(urls, calls, config.timeout_s, reserve, report_unresponsive, config.pause_mode)
+        in_blocks = isinstance(source, Fp8Source)
+        servers = ServerLeader(
+            urls, calls, config.timeout_s, reserve, report_unresponsive, config.pause_mode, in_blocks
+        )
         plan = plan_for(device, source.specs(), config.bucket_size_mb)
         probe_s = min(PROBE_S, PROBE_SHARE * reserve)
         flushes = config.pause_mode == "retract"

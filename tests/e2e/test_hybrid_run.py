@@ -11,7 +11,7 @@ from launch.local import main
 from megatron_dapo.rollout.batch_files import read_batch
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.distributed.test_parity import hugging_face_log_probs
-from tests.e2e.test_weight_sync_servers import ROUNDINGS
+from tests.families import ROUNDINGS
 from tests.forked_local import run_here
 from tests.tiny_models import make_tiny
 

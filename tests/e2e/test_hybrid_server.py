@@ -23,9 +23,9 @@ from megatron_dapo.weight_sync.checksum import checksum, server_parameters, serv
 from tests.distributed.test_parity import hugging_face_log_probs
 from tests.e2e.test_mixture_server import started_server, with_weights_of
 from tests.e2e.test_sleeping_server import push
-from tests.e2e.test_weight_sync_servers import PROMPT, ROUNDINGS, LongResponse
+from tests.e2e.test_weight_sync_servers import PROMPT, LongResponse
 from tests.e2e.weight_sync_trainer import changed
-from tests.families import FAMILIES
+from tests.families import FAMILIES, ROUNDINGS
 from tests.tiny_models import make_tiny
 from tests.unit.test_weight_sync_plan import as_specs
 

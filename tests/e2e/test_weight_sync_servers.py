@@ -32,6 +32,7 @@ from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
 from tests.e2e.weight_sync_trainer import changed, rank_main
 from tests.elastic import check_accounts, train
+from tests.families import ROUNDINGS
 from tests.forked_local import forks
 from tests.helpers import free_port
 from tests.tiny_models import make_tiny
@@ -44,10 +45,6 @@ LONG = 2000  # tokens: more than servers write during five pushes, also on a bus
 STRIDE = 10  # tokens of every response between two pushes, at least
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
-ROUNDINGS = 4
-"""A server's allowed distance from the exact log-prob, in the largest rounding of transformers'
-float32 on the same tokens. For responses of some hundred tokens: 4e-5 to 1.6e-4. Servers add in
-another order."""
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from tests.rollout_correction_oracle import CASES, check
 
 pytestmark = pytest.mark.gpu
 
-MASKING = replace(checks.LOSS, clip=replace(checks.LOSS.clip, divergence=1e-3))  # chances here are small
 LOSSES = {
     "everything": checks.LOSS,
     "plain": replace(checks.LOSS, off_policy=None, rollout_is_threshold=None, use_kl_loss=False),
@@ -21,7 +20,7 @@ LOSSES = {
     "stale": replace(checks.LOSS, report_stale=True),
     "importance": replace(checks.LOSS, rollout_is_threshold=None),
     "bypass": replace(checks.LOSS, rollout_is_threshold=None, bypass_mode=True, report_stale=True),
-    **{kind: replace(MASKING, policy_loss=kind) for kind in ("cispo", "sapo", "dppo_tv", "dppo_kl")},
+    **{kind: replace(checks.MASKING, policy_loss=kind) for kind in ("cispo", "sapo", "dppo_tv", "dppo_kl")},
     **{kind: replace(checks.LOSS, kl_loss_type=kind) for kind in ("kl", "abs", "mse")},
 }
 

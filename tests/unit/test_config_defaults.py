@@ -46,4 +46,5 @@ def test_an_unused_key_is_a_mistake_of_its_own_and_of_the_keys_that_keep_it_from
 
 def test_a_section_that_may_change_on_resume_frees_all_its_keys():
     assert may_change_on_resume("weight_sync.verify") and may_change_on_resume("actor_rollout_ref.rollout.server.host")
-    assert not may_change_on_resume("actor_rollout_ref.rollout.n") and not may_change_on_resume("trainer.seed")
+    for key in ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.quantization", "trainer.seed"):
+        assert not may_change_on_resume(key)

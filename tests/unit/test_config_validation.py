@@ -83,6 +83,10 @@ CONTRADICTIONS = [
     (f"{SPREAD} data.gen_batch_size=51", ["51 x algorithm.dynamic_sampling.max_num_gen_batches 10", "512"]),
     ("rollout.max_staleness=2", ["rollout.max_staleness is 2", "rollout_correction.rollout_is is none", "to token"]),
     ("weight_sync.pause_mode=in_place", ["pause_mode is in_place", "max_staleness is 0"]),
+    ("weight_sync.verify=true rollout.server.tensor_model_parallel_size=4 rollout.server.extra_args=[--ep-size,'2']",
+     ["weight_sync.verify is true", "extra_args", "one of 2 parts", "set verify to false"]),
+    ("weight_sync.verify=true rollout.server.tensor_model_parallel_size=4 "
+     "rollout.server.extra_args=[--moe-a2a-backend=deepep]", ["verify is true", "one of 4 parts"]),
     ("rollout.max_staleness=2 rc.rollout_token_veto_threshold=1e-4", ["rollout_is is none", "to token"]),
     ("rollout.max_staleness=1 algorithm.rollout_correction.rollout_is=token rollout.max_concurrency=65 "
      "rollout.server.max_running_requests=64", ["max_concurrency is 65", "max_running_requests 64", "to 64 or less"]),
@@ -111,6 +115,7 @@ CONTRADICTIONS = [
     (f"{MAXRL} algorithm.kl_ctrl.kl_coef=0.1", ["kl_coef is 0.1", "adv_estimator is maxrl", "set kl_coef to 0"]),
     (f"{MAXRL} {OVERLONG_ON} buffer=48", ["overlong_reward_shaping.enable is true", "maxrl", "set enable to false"]),
     (f"{MAXRL} {OVERLONG_ON}", ["overlong_reward_shaping.enable is true", "adv_estimator to grpo or rloo or remax"]),
+    (f"{MAXRL} reward.model.path=/models/judge", ["reward.model.path is /models/judge", "maxrl", "set path to null"]),
     ("actor.use_kl_loss=true", ["use_kl_loss is true", "kl_loss_coef is 0"]),
     ("actor.kl_loss_coef=0.01", ["kl_loss_coef is 0.01", "use_kl_loss is false"]),
     ("algorithm.use_kl_in_reward=true", ["use_kl_in_reward is true", "kl_coef is 0"]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.arithmetic.demo import DEMO
+from launch.command_line import require_local
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.aliases import MAIN_SWITCH, canonical, names_in
@@ -94,6 +95,33 @@ def test_the_command_for_data_of_ones_own_says_how_long_a_response_may_be():
     validate(config, None, check_files=False)
     assert f"data.max_response_length={config.data.max_response_length}" in overrides
     assert config.data.max_response_length >= 256
+
+
+def test_a_command_that_starts_a_recipe_starts_it():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    on_one_machine = set(re.findall(r"python -m launch\.local --config (configs/[\w./]+\.yaml)", text))
+    assert len(on_one_machine) > 3
+    for recipe in on_one_machine:
+        require_local(load_config(ROOT / recipe))
+    by_slurm = set(re.findall(r"CONFIG=([\w./]+) [^\n|]*?sbatch [^\n|]*?(slurm/\w+\.sh)", text))
+    assert ("configs/dapo_qwen3_235b_a22b_fp8.yaml", "slurm/dapo_qwen3_235b_a22b.sh") in by_slurm
+    for names in by_slurm:
+        assert all((ROOT / name).is_file() for name in names)
+
+
+def test_the_other_losses_are_configs_over_a_recipe_of_dapo():
+    section = text_of("algorithms.md").partition("\n## Policy loss\n")[2].partition("\n## ")[0]
+    seen = []
+    for switch, lines in re.findall(r"`(use_dapo=\w+)`:\n\n((?:    .*\n)+)", section):
+        for line in lines.splitlines():
+            words = [switch, *line.split(), *(["clip_ratio_c=3.0"] if "gspo" not in line else [])]
+            keys = [word if "algorithm." in word else f"actor_rollout_ref.actor.{word}" for word in words]
+            if "bypass_mode" in line:
+                keys.append("algorithm.rollout_correction.rollout_is=none")
+            config = load_config(ROOT / "configs" / "dapo_32b.yaml", keys)
+            validate(config, None, check_files=False)
+            seen.append(config.actor_rollout_ref.actor.policy_loss)
+    assert seen == ["cispo", "gspo", "sapo", "dppo_tv"]
 
 
 def test_the_command_that_the_demo_prints_to_switch_a_technique_off_is_a_config():

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dapo.weight_sync.fp8_blocks import SMALLEST_SCALE, dequantized, quantized, squares
+from benchmarks.memory import peak_bytes
+from megatron_dapo.huggingface.fp8_form import BLOCK
+from megatron_dapo.weight_sync.fp8_blocks import ROWS, SMALLEST_SCALE, dequantized, quantized, squares
 from tests import fp8_oracle
 from tests.proofs import amount, proof
 from tests.sglang_cpu_cases import in_server_process
@@ -98,6 +100,23 @@ def test_a_rank_with_whole_blocks_has_the_blocks_of_the_whole_and_another_one_ha
     assert not torch.equal(first.view(torch.uint8), values[:64])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tall_matrix_is_quantized_in_parts_without_a_seam_and_in_little_memory(dtype):
+    weight = torch.randn(2 * ROWS + 130, 130, generator=torch.Generator().manual_seed(4)).to(dtype)
+    values, scales = quantized(weight)
+    expected, expected_scales = fp8_oracle.quantized(weight.float().numpy())
+    assert np.array_equal(values.view(torch.uint8).numpy(), expected)
+    assert np.array_equal(scales.numpy(), expected_scales)
+    exact = weight.double().numpy()
+    error = exact - fp8_oracle.dequantized(expected, expected_scales)
+    assert squares(weight, values, scales).tolist() == pytest.approx([np.square(error).sum(), np.square(exact).sum()])
+    tall = torch.randn(16 * ROWS, 256)
+    results = tall.numel() + tall.numel() // BLOCK**2 * 4
+    part = 4 * ROWS * 256  # in float32
+    assert peak_bytes(lambda: quantized(tall)) < results + 6 * part
+    assert peak_bytes(lambda: squares(tall, *quantized(tall))) < results + 6 * part
+
+
 def test_a_block_of_zeros_stays_one_and_does_not_touch_its_neighbours():
     weight = torch.ones(128, 256)
     weight[:, :128] = 0
@@ -115,7 +134,8 @@ def test_what_is_no_number_shows_in_the_scale_of_its_block(number):
 
 
 def test_the_sums_of_a_block_computed_by_hand():
-    """Of scale 1. 17 lies between 16 and 18, and 16 has the even byte; 449 x 0 is not there."""
+    """The largest weight is 448, so the scale is 1. 17 lies between 16 and 18; 16 has the even byte, an
+    error of 1."""
     weight = torch.zeros(3, 5)
     weight[0, 0], weight[2, 4] = 448.0, 17.0
     values, scales = quantized(weight)

@@ -1,6 +1,9 @@
 """Servers with FP8 weights: contradictions are refused, and they start as the push needs it."""
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +45,8 @@ REFUSED = [
     (f"{SOUND} {SERVER}.tensor_model_parallel_size=4",
      ["gate_proj is 192 wide", "4 ranks", "add --ep-size 2 to", "parallel_size to 2", NULL]),
     (f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--ep-size,'1']", ["gate_proj is 192 wide"]),
+    # SGLang takes the last one, under any of its names
+    (f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--ep-size,'2',--ep,'1']", ["is 192 wide"]),
 ]  # fmt: skip
 
 
@@ -64,6 +69,8 @@ def test_a_contradiction_to_fp8_servers_is_one_sentence_with_key_value_and_cure(
         f"{SOUND} {SERVER}.tensor_model_parallel_size=2",
         f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--ep-size,'2']",
         f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--expert-parallel-size=4]",
+        f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--ep,'1',--ep-size,'2']",
+        f"{SOUND} {SERVER}.tensor_model_parallel_size=4 {SERVER}.extra_args=[--moe-a2a-backend,deepep]",
         # its ranks are unknown
         f"{SOUND} {SERVER}.tensor_model_parallel_size=4 rollout.server_urls=[http://127.0.0.1:1]",
     ],
@@ -85,29 +92,34 @@ def test_a_checkpoint_that_is_in_fp8_itself_is_refused():
         model_spec(content)
 
 
-# Widths by hand, of published sizes: heads x 128 (keys and values: at least one head a rank), experts and shared
-# experts, dense layers over the ranks. Model -> TP of its servers, and TP with --ep-size.
-FITTING = {
-    "qwen3-30b-a3b": ([1, 2], [(4, 2), (8, 4)]),  # experts of 768
-    "qwen3-235b-a22b": ([1, 2, 4], [(8, 2)]),  # 1536
-    "glm-4.5": ([1, 2, 4], []),  # 1536; the shared expert is cut over all ranks
-    "glm-4.5-air": ([], []),  # dense layers of 10944 = 85.5 x 128
-    "deepseek-v3": ([1, 2, 4, 8, 16], []),  # 2048
-    "qwen3.5-35b-a3b": ([1, 2, 4], []),  # 512, the shared expert too
-    "qwen3-next-80b-a3b": ([1, 2, 4], []),
-}
+SIZES = [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("name", FITTING)
-def test_the_servers_of_published_models_that_blocks_fit_on(name):
+def fitting() -> Iterator[tuple[str, list[int], list[tuple[int, int]]]]:
+    """The page's table, by hand, of published sizes: heads x 128 (keys and values: at least one head
+    a rank), experts and shared experts, dense layers over the ranks. Model, TP of its servers, and TP
+    with --ep-size."""
+    page = (Path(__file__).parents[2] / "docs" / "servers.md").read_text(encoding="utf-8")
+    table = page.partition("| model | GPUs per server |\n|---|---|\n")[2].partition("\n\n")[0]
+    for row in table.splitlines():
+        models, cell = row.strip("| ").split(" | ")
+        with_ep = [(int(tp), int(ep)) for tp, ep in re.findall(r"(\d+) with `--ep-size (\d+)`", cell)]
+        alone = [int(tp) for tp in re.findall(r"\d+", cell.partition(";")[0].partition("none")[0])]
+        if " to " in cell:
+            alone = [tp for tp in SIZES if alone[0] <= tp <= alone[-1]]
+        for model in models.lower().split(", "):
+            (name,) = {model, f"{model}-80b-a3b"} & MODEL_SHAPES.keys()
+            yield name, alone, with_ep
+
+
+@pytest.mark.parametrize(("name", "alone", "with_ep"), [*fitting()])
+def test_the_servers_of_published_models_that_blocks_fit_on(name, alone, with_ep):
     spec = model_spec(MODEL_SHAPES[name])
-    alone, with_ep = FITTING[name]
-    sizes = [1, 2, 4, 8, 16]
-    assert [tp for tp in sizes if not odd_widths(spec, tp, tp)] == alone
+    assert [tp for tp in SIZES if not odd_widths(spec, tp, tp)] == alone
     layouts = []
     for tp in (2, 4, 8):
-        fitting = [ep for ep in sizes if ep <= tp and not odd_widths(spec, tp, tp // ep)]
-        layouts += [(tp, ep) for ep in fitting[:1] if tp not in alone]
+        parts = [ep for ep in SIZES if ep <= tp and not odd_widths(spec, tp, tp // ep)]
+        layouts += [(tp, ep) for ep in parts[:1] if tp not in alone]
     assert layouts == with_ep
 
 
@@ -154,12 +166,21 @@ def test_servers_start_without_weights_and_are_told_of_blocks_and_the_reward_mod
         assert "quantization_config" not in words and "--load-format" not in words
 
 
-def test_a_given_server_that_would_take_blocks_for_weights_is_named_at_the_start(folder, monkeypatch):
+BLOCKS = json.dumps({"quantization_config": {"weight_block_size": [128, 128]}})
+
+
+@pytest.mark.parametrize(
+    ("held", "key", "other"), [("{}", "fp8", "null"), (None, "fp8", "null"), (BLOCKS, "null", "fp8")]
+)
+def test_a_given_server_that_would_take_weights_of_another_form_is_named_at_the_start(
+    folder, monkeypatch, held, key, other
+):
     async def info(self, request):
         from aiohttp import web
 
-        return web.json_response({"json_model_override_args": "{}"})
+        return web.json_response({"json_model_override_args": held})
 
     monkeypatch.setattr("tests.fake_rollout.FakeServer._server_info", info)
-    with pytest.raises(UserError, match=r"server http://127.0.0.1:\d+ was not started for it; start it by `python -m"):
-        run_in_folder(folder, None, overrides=[f"actor_rollout_ref.{FP8}"])
+    words = rf"quantization is {key}, but server http://127.0.0.1:\d+ was not started for it; start it by .*{other}"
+    with pytest.raises(UserError, match=words):
+        run_in_folder(folder, None, overrides=[f"actor_rollout_ref.rollout.quantization={key}"])

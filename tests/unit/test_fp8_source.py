@@ -107,7 +107,7 @@ def test_whole_tensors_are_gathered_once_for_blocks_and_scales_in_the_order_aske
 def test_a_rank_that_only_helps_to_gather_quantizes_nothing():
     source = Weights(weights_of(MIXTURE), MIXTURE, is_source=False)
     blocks = Fp8Source(source)
-    assert blocks.gather(blocks.specs()) is None and blocks.squares() == (0.0, 0.0)
+    assert blocks.gather(blocks.specs()) is None and blocks.sums() == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
@@ -135,8 +135,8 @@ def test_the_error_of_a_push_is_that_of_all_blocks_on_all_ranks_and_of_the_last_
         served = [fp8_oracle.through_blocks(weight.astype(np.float32)).astype(np.float64) for weight in exact]
         error = sum(np.square(a - b).sum() for a, b in zip(exact, served, strict=True))
         total = sum(np.square(weight).sum() for weight in exact)
-        assert blocks.squares() == pytest.approx((error, total), rel=1e-5)
-        assert relative_error([(0.0, 0.0), blocks.squares()]) == pytest.approx(math.sqrt(error / total), rel=1e-5)
+        assert blocks.sums() == pytest.approx((error, total), rel=1e-5)
+        assert relative_error([(0.0, 0.0), blocks.sums()]) == pytest.approx(math.sqrt(error / total), rel=1e-5)
     assert relative_error([(0.0, 0.0)] * 2) is None
 
 

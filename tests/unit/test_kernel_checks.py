@@ -74,6 +74,14 @@ def test_a_difference_would_be_noticed(check, field, monkeypatch):
         check(case)
 
 
+@pytest.mark.parametrize("kind", ["dppo_tv", "dppo_kl"])
+def test_a_mask_that_masks_no_token_would_be_noticed(kind):
+    loss = replace(checks.MASKING, policy_loss=kind)
+    checks.check_token_loss(case_of("odd"), loss)
+    with pytest.raises(AssertionError, match="no token is masked on a side"):
+        checks.check_token_loss(case_of("odd"), replace(loss, clip=replace(loss.clip, divergence=0.999)))
+
+
 def test_a_row_that_depends_on_its_company_would_be_noticed(monkeypatch):
     right = checks.head_log_probs
 

@@ -138,5 +138,12 @@ def test_kimi_k2s_own_type_is_refused_with_the_edit_that_transformers_needs_too(
     path.write_text(json.dumps(EDITED))
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
     assert type(config) is DeepseekV3Config and config.n_routed_experts == 384
+
+
+def test_another_type_of_this_architecture_is_refused_without_an_edit_that_nobody_tried():
+    with pytest.raises(UserError) as error:
+        model_spec(KIMI_K2 | {"model_type": "kimi_k9"})
+    (sentence,) = error.value.sentences
+    assert "`model_type: kimi_k9` is not supported" in sentence and "set it" not in sentence
     with pytest.raises(UserError, match="`quantization_config: .*fp8.*bfloat16"):
         model_spec(EDITED | {"quantization_config": {"quant_method": "fp8"}})

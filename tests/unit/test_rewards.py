@@ -20,6 +20,7 @@ from megatron_dapo.rewards.reward_registry import (
 )
 from megatron_dapo.rewards.symbolic import is_too_expensive, math_verify
 from megatron_dapo.rewards.text import exact_match, math_dapo
+from tests.fake_rollout import REWARD, run_in_folder
 
 pytestmark = pytest.mark.unit
 
@@ -289,6 +290,13 @@ def test_a_mean_of_rewards_divides_only_if_wrong_answers_give_0(function):
     check_estimator("grpo", function, ["aime2024"])
     check_estimator("maxrl", "math_verify", ["aime2024"])
     check_estimator("maxrl", "by_data_source", ["openai/gsm8k"])
+
+
+def test_a_function_of_ones_own_says_itself_what_a_wrong_answer_scores(folder):
+    check_estimator("maxrl", "my.module:function", ["any"], custom=0.0)
+    (folder / "fake_rewards.py").write_text(REWARD + "score.wrong_score = -1.0\n")
+    with pytest.raises(UserError, match="is fake_rewards:score, which scores wrong answers -1, but.*is maxrl"):
+        run_in_folder(folder, None, overrides=["algorithm.adv_estimator=maxrl"])
 
 
 def test_the_time_limit_of_sympy_does_not_count_the_time_of_other_processes(monkeypatch):

@@ -20,6 +20,7 @@ from megatron_dapo.platform.agreement import Agreement, Deadline, SingleRank
 from megatron_dapo.weight_sync import sync
 from megatron_dapo.weight_sync.buckets import Plan
 from megatron_dapo.weight_sync.checksum import checksum
+from megatron_dapo.weight_sync.fp8_source import Fp8Source
 from megatron_dapo.weight_sync.sender import Sender
 from megatron_dapo.weight_sync.servers import FINISH_BATCH_S
 from megatron_dapo.weight_sync.sync import WeightSync
@@ -43,6 +44,7 @@ class Server:
         self.num_continues = 0
         self.num_infos = 0
         self.size = 1
+        self.model_override: str | None = None
         self.going, self.hanging, self.hang_over = threading.Event(), threading.Event(), threading.Event()
 
     async def _request(self, route: str) -> None:
@@ -54,7 +56,7 @@ class Server:
     async def server_info(self) -> dict:
         await self._request("server_info")
         self.num_infos += 1
-        return {"tp_size": self.size}
+        return {"tp_size": self.size, "json_model_override_args": self.model_override}
 
     async def weight_version(self) -> str:
         await self._request("weight_version")
@@ -142,8 +144,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     spec = TensorSpec("model.norm.weight", (2, 2), torch.float32)
     source = SimpleNamespace(specs=lambda: [spec], gather=lambda specs: [torch.zeros(2, 2)])
     layout = SimpleNamespace(rank=0, pp_rank=0, pp=1, gathers=True, is_source=True)
-    world.open = lambda **keys: WeightSync(
-        source,
+    world.open = lambda in_blocks=False, **keys: WeightSync(
+        Fp8Source(source) if in_blocks else source,
         lambda: list(world.servers),
         lambda url: world.servers[url],
         layout,
@@ -196,6 +198,28 @@ def test_only_a_server_that_was_started_again_is_asked_for_its_size_again(world)
     assert world.sync.push(1).num_servers == 2
     assert (steady.num_infos, restarted.num_infos) == (1, 2)
     assert world.sizes == {steady.url: 1, restarted.url: 2}
+
+
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_a_server_that_joins_and_was_started_for_weights_of_another_form_is_left_out_and_named(
+    world: World, caplog: pytest.LogCaptureFixture, in_blocks: bool
+) -> None:
+    of_blocks = '{"quantization_config": {"weight_block_size": [128, 128]}}'
+    forms = {True: of_blocks, False: "{}"}
+    world.add("fitting").model_override = forms[in_blocks]
+    world.sync.close()
+    world.sync = world.open(in_blocks=in_blocks)
+    assert world.sync.push(1).num_servers == 1
+    joined = world.add("joined")
+    joined.model_override = forms[not in_blocks]
+    for _ in range(2):
+        caplog.clear()
+        assert world.sync.push(1).num_servers == 1
+        assert joined.version == "default" and joined.url not in world.members
+        key = "fp8" if in_blocks else "null"
+        assert f"quantization is {key}, but server {joined.url} was not started for it" in caplog.text
+    joined.model_override = forms[in_blocks]
+    assert world.sync.push(1).num_servers == 2
 
 
 @pytest.mark.parametrize("names", [["server"], ["server", "lost"]])

@@ -55,17 +55,17 @@ def mix_experts(original, method, layer, dispatch_output):
 
 
 def as_weights(original, blocks, scales, block_size):
-    """Return DeepSeek-V3's kv_b_proj, which SGLang quantizes once more for kernels of GPUs, as
-    weights with a scale of 1."""
+    """Return the weights and a scale of 1 for DeepSeek-V3's kv_b_proj, which SGLang quantizes once
+    more for kernels of GPUs."""
     return _weights(blocks, scales), 1.0
 
 
 def keep_blocks(original, method, layer):
-    """SGLang repacks weights for AMX after each push."""
+    """Do nothing where SGLang repacks weights for AMX, after each push."""
 
 
 def with_float32(original, config):
-    """SGLang's kernels take no float32, in which CPU servers compute."""
+    """Return SGLang's types and float32, in which CPU servers compute and its kernels do not."""
     return [*original(config), torch.float32]
 
 
