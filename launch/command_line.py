@@ -46,12 +46,15 @@ def checked_config(path: str | None, overrides: list[str], check_files: bool = T
     return load_and_validate(path, overrides, check_files=check_files)
 
 
-def forget_last_start(run: RunFolder) -> None:
-    """Remove the agreements of a run's earlier start: the lease and the accounts of shared GPUs, and
-    the starts of servers over several nodes."""
+def forget_last_start(run: RunFolder, *, starts_servers: bool) -> None:
+    """Remove the agreements of a run's earlier start: the lease and the accounts of shared GPUs.
+
+    starts_servers: those of servers over several nodes, too. Running ones still need theirs.
+    """
     remove_folder(run.lease)
-    remove_folder(run.server_starts)
     remove_folder(run.ledger)
+    if starts_servers:
+        remove_folder(run.server_starts)
 
 
 def require_local(config: Config) -> None:

@@ -98,7 +98,7 @@ def run_local(config: Config, command: Sequence[str] | None = None) -> int:
     _wait_for_folder(run)
     config_file = run.logs / "config.yaml"
     write_whole(config_file, to_yaml(config))
-    forget_last_start(run)
+    forget_last_start(run, starts_servers=starts_servers(config))
     if shares_gpus(config):
         run.ledger.mkdir()
     folder = EndFolder(run.ends, start=secrets.token_hex(8))

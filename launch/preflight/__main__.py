@@ -26,7 +26,7 @@ from megatron_dapo.common.exit_codes import FAILED_EXIT_CODE, USER_ERROR_EXIT_CO
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.derived import (
     gpus_per_server_node,
-    nodes_per_server,
+    machines_per_server,
     servers_per_node,
     shares_gpus,
     starts_servers,
@@ -106,11 +106,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks_here(config: Config, role: str) -> tuple[int, int]:
-    """Return a node's ranks in an all-reduce, and the nodes of one: the trainer's, or those of a
-    server on several."""
+    """Return a node's ranks in an all-reduce, and the nodes of one: the trainer's, or those that
+    serve together."""
     if role != "server":
         return config.trainer.n_procs_per_node, config.trainer.nnodes
-    over = nodes_per_server(config)
+    over = machines_per_server(config)
     return servers_per_node(config) * gpus_per_server_node(config) if over > 1 else 0, over
 
 
@@ -265,13 +265,14 @@ class Preflight:
         backend = "nccl" if self._uses_gpus else "gloo"
         floor = self._arguments.min_bandwidth
         floor = all_reduce.FLOOR_GB_S[backend] if floor is None else floor
-        groups, over = {"trainer": [self._trainers]}, nodes_per_server(self._config)
-        if self._starts_servers and self._servers and over > 1:  # neighbouring nodes make a server
-            groups["servers"] = [self._servers[first : first + over] for first in range(0, len(self._servers), over)]
+        groups, over = {"all-reduce": [self._trainers]}, machines_per_server(self._config)
+        if self._starts_servers and self._servers and over > 1:  # neighbouring nodes make servers together
+            starts = range(0, len(self._servers), over)
+            groups["server all-reduce"] = [self._servers[first : first + over] for first in starts]
         for name, members in groups.items():
             result = all_reduce.check(self._nodes, name, members, self._rounds, backend, floor)
             if result.found:
-                self._add("all-reduce", result)
+                self._add(name, result)
         self._http()
 
     def _host(self) -> str:

@@ -1,5 +1,5 @@
-"""All-reduces over the ranks of the trainer, and of each server on several nodes: do they work, are
-they right and fast enough? If not, on which node is the fault?"""
+"""All-reduces over the ranks of the trainer, and of each group of nodes that serve together: do
+they work, are they right and fast enough? If not, on which node is the fault?"""
 
 import multiprocessing
 import os
@@ -121,7 +121,8 @@ def check(
 
     Args:
         name: of the groups, for the others' waits.
-        groups: indices of nodes: the trainer's, or those of each server. All have the same size.
+        groups: indices of nodes: the trainer's, or those that serve together. All have the same
+            size.
         rounds: this node's ranks for each all-reduce, if it is in a group.
     """
     own = next((group for group in groups if nodes.index in group), ())
@@ -245,8 +246,8 @@ class _Probe:
         return NUM_BYTES[self._backend] / seconds * 2 * (world - 1) / world / 1e9
 
     def verdict(self, group: Sequence[int], answers: Sequence[Any], floor: float, network: str) -> _Verdict:
-        """Return the verdict on a group. answers: of all nodes, seconds or an error. network: of this
-        node's group."""
+        """Return the verdict on a group. answers: of all nodes, seconds or an error. network: of
+        this node's group."""
         what = f"the all-reduce of {self.world(group)} ranks"
         failures = {index: answers[index] for index in group if isinstance(answers[index], str)}
         if failures:

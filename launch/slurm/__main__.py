@@ -114,8 +114,8 @@ def _plan_command(argv: list[str]) -> int:
 
 def _write_attempt(plan: JobPlan, config: Config, processes: str) -> None:
     """Write the attempt's folder, logs/latest, and a list of servers without those of an earlier
-    attempt; forget its lease of shared GPUs."""
-    forget_last_start(RunFolder(Path(plan.run)))
+    attempt; forget its lease of shared GPUs, and its servers' starts."""
+    forget_last_start(RunFolder(Path(plan.run)), starts_servers=bool(plan.server_nodes))
     write_whole(plan.config_file, to_yaml(config))
     write_whole(Path(plan.logs) / "plan.txt", f"{plan.text()}\n\n{processes}\n")
     plan.write()

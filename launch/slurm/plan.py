@@ -183,8 +183,11 @@ class JobPlan:
             yield from ("--server-hosts", ",".join(self.server_nodes), "--http-port", str(self.port(_SERVER_PORT)))
         if self.min_bandwidth is not None:
             yield from ("--min-bandwidth", str(self.min_bandwidth))
-        if index == 0:
-            yield from ("--ports", str(self.port(_TRAINER_PORT)))
+        ports = [self.port(_TRAINER_PORT)] if index == 0 else []
+        if self.nodes_per_server > 1 and node in self.server_nodes[:: self.nodes_per_server]:
+            ports += [self.port(_MEETING_PORT) + i for i in range(self.servers_per_node)]
+        if ports:
+            yield from ("--ports", ",".join(map(str, ports)))
         if node == self.reward_model_node:
             yield "--reward-model"
 
@@ -224,9 +227,9 @@ class JobPlan:
         for role, (count, what) in counts.items():
             if nodes := self.of_role(role):
                 per_node = f"{count} {what}{'' if count == 1 else 's'}"
-                is_spread = role == SERVERS and self.nodes_per_server > 1
-                each = f"each {self.nodes_per_server} neighbours of" if is_spread else "each of"
-                lines.append(f"  {role:<10}{per_node} on {each} {len(nodes)}: {' '.join(nodes)}")
+                over = self.nodes_per_server if role == SERVERS else 1
+                each = f"{len(nodes) // over} groups of {over} nodes" if over > 1 else len(nodes)
+                lines.append(f"  {role:<10}{per_node} on each of {each}: {' '.join(nodes)}")
         if self.reward_model_node:
             lines.append(f"  {'':<10}1 server of the reward model on {self.reward_model_node}")
         lines += [f"  {'logs':<10}{self.logs}", f"  {'start':<10}step {self.start_step} of {self.total_steps}"]
@@ -343,7 +346,7 @@ def _mistakes(config: Config, allocation: Allocation) -> Iterator[str]:
     count = servers_per_node(config) + has_reward_model
     if count > _PORTS_PER_JOB - _SERVER_PORT:
         yield (
-            f"{count} servers on a node (actor_rollout_ref.rollout.server.num_servers / nnodes"
+            f"{count} servers on a node (actor_rollout_ref.rollout.server.num_servers x nodes_per_server / nnodes"
             f"{', and the reward model' if has_reward_model else ''}) are more than the "
             f"{_PORTS_PER_JOB - _SERVER_PORT} ports of a job; use fewer."
         )

@@ -402,7 +402,7 @@ def server_expert_parts(config: Config, tp: int) -> int:
     return max(1, int(value)) if value.isdecimal() else 1
 
 
-def nodes_per_server(config: Config) -> int:
+def machines_per_server(config: Config) -> int:
     """Return the nodes of a server: 1 on the trainer's machine, in any number of processes."""
     server = config.actor_rollout_ref.rollout.server
     return server.nodes_per_server if server.nnodes else 1

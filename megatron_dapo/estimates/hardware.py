@@ -66,8 +66,8 @@ FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), 
 
 
 def serves_fp8(capability: tuple[int, int]) -> bool:
-    """Return whether a GPU of this capability serves FP8 blocks. An older one has no FP8 products; on
-    a newer one SGLang 0.5.23 gives the scales another form, which no push fills."""
+    """Return whether a GPU of this capability serves FP8 blocks. An older one has no FP8 products;
+    on a newer one SGLang 0.5.23 gives the scales another form, which no push fills."""
     return (8, 9) <= capability < (10, 0)
 
 

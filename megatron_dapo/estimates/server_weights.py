@@ -28,8 +28,8 @@ def holds_blocks(config: Config) -> bool:
 
 
 def fills_blocks(config: Config, spec: ModelSpec, tp: int) -> bool:
-    """Return whether the parts of a model on a server's GPUs consist of whole blocks: SGLang refuses
-    others. With `--ep-size` experts are whole, or in larger parts."""
+    """Return whether the parts of a model on a server's GPUs consist of whole blocks: SGLang
+    refuses others. With `--ep-size` experts are whole, or in larger parts."""
     ep = server_expert_parts(config, tp)
     return tp % ep == 0 and has_expert_blocks(spec) and not odd_widths(spec, tp, tp // ep)
 

@@ -4,7 +4,7 @@ import json
 import logging
 from pathlib import Path
 
-from megatron_dapo.config.derived import gpus_per_server_node, servers_per_node, starts_reward_model, starts_servers
+from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema.actor_rollout_ref import ServerConfig
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.reward_model import architecture_of
@@ -56,7 +56,8 @@ class RunServers:
             else:
                 self._rollout = ServerSupervisor(config, log_dir, first_gpu=first_gpu, first_port=first_port, name=name)
             num_servers = servers_per_node(config)
-            first_gpu += num_servers * gpus_per_server_node(config)
+            num_nodes = len(group.names) if group else 1  # without one, all of a server is here
+            first_gpu += num_servers * config.actor_rollout_ref.rollout.server.tensor_model_parallel_size // num_nodes
             first_port = first_port + num_servers if first_port else None
         if reward_model:
             name = f"reward-model{suffix}"
@@ -81,7 +82,7 @@ class RunServers:
     @property
     def are_over(self) -> bool:
         """Return whether all servers here belong to leaders elsewhere, and were stopped for good."""
-        return isinstance(self._rollout, NodesSupervisor) and self._rollout.are_over
+        return self._reward_model is None and isinstance(self._rollout, NodesSupervisor) and self._rollout.are_over
 
     @property
     def urls(self) -> list[str]:

@@ -164,8 +164,8 @@ def assign_gpus(num_servers: int, gpus_per_server: int, first_gpu: int) -> list[
     visible = visible_gpus() if is_gpu() else [str(number) for number in range(needed)]
     if needed > len(visible):
         raise UserError(
-            f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after the {first_gpu} "
-            f"GPUs of the trainer need {needed} GPUs, this machine offers {len(visible)}; use fewer servers or ranks."
+            f"{num_servers} servers x {gpus_per_server} GPUs (actor_rollout_ref.rollout.server) after {first_gpu} GPUs "
+            f"of other processes need {needed} GPUs, this machine offers {len(visible)}; use fewer servers or ranks."
         )
     starts = range(first_gpu, needed, gpus_per_server)
     return [visible[start : start + gpus_per_server] for start in starts]

@@ -121,7 +121,7 @@ class SupervisedServer:
         if code is not None:
             return exit_phrase(code)
         lost = self.orders.failure()
-        return f"lost a node: {lost}" if lost else None
+        return f"lost a process: {lost}" if lost else None
 
     def is_gone(self) -> bool:
         """Return whether it is not at work, and none of its processes is left."""

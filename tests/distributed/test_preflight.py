@@ -1,6 +1,7 @@
 """`launch.preflight` on several nodes: each trouble is found, and its node named with the cure."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,11 @@ def test_fit_nodes_get_a_table_and_nothing_is_left_behind(preflights):
     assert preflights[1]["well"] == [0, 0, 0, 0]
     lines = said(preflights, "well", 0).splitlines()
     assert lines[0] == "Preflight of 4 nodes" and lines[-1] == "preflight: ok"
-    names = [line[6:20].strip() for line in lines[1:-1]]
+    names = [re.split(r"  +", line.strip())[1] for line in lines[1:-1]]
     assert all(line.startswith("  ok  ") for line in lines[1:-1])
     assert names == [
         *("versions", "shared folder", "files", "GPUs", "compiler", "disk", "scratch", "limits", "ports"),
-        *("all-reduce", "all-reduce", "HTTP"),
+        *("all-reduce", "HTTP", "server all-reduce"),
     ]
     assert "all 4" in lines[1]
     of_trainer, of_server = (line for line in lines if "all-reduce" in line)

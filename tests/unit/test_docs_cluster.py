@@ -16,7 +16,7 @@ from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.step_time import Assumptions, phase_times, run_time, server_of
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE, USER_ERROR_EXIT_CODE
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import nodes_per_server, parallel_sizes
+from megatron_dapo.config.derived import machines_per_server, parallel_sizes
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
@@ -171,7 +171,7 @@ def test_the_smallest_jobs_of_models_larger_than_a_node_are_as_planned(model, sh
     assert shortage(config := settled(config, spec), spec) == []
     assert {trainer, server} <= set(memory_lines(config, (spec, None)))
     assert layout in time_plan(config, model, assumed, run_time(config, spec, assumed, [0]), JobLimit())
-    over = nodes_per_server(config) // 2
+    over = machines_per_server(config) // 2
     fewer = with_keys(config, {f"{SERVER}.tensor_model_parallel_size": 8 * over})
     assert not server_memory(fewer, spec).holds(config.data.max_prompt_length + config.data.max_response_length)
 

@@ -18,6 +18,7 @@ from launch.command_line import require_local, require_one_node
 from launch.local import run_local
 from launch.sglang_server import serve
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers.supervisor import ServerFailure
@@ -86,6 +87,14 @@ def test_the_resolved_config_is_kept_beside_the_logs(tmp_path):
     chosen = config(tmp_path, "trainer.seed=5")
     assert run_local(chosen, rank_script("pass")) == 0
     assert load_config(tmp_path / "run" / "logs" / "config.yaml") == chosen
+
+
+def test_the_starts_of_running_servers_are_left_to_them(tmp_path):
+    """Of servers over several nodes, started by hand with the run's folder."""
+    order = tmp_path / "run" / "server_starts" / "server-a-0" / "order"
+    write_whole(order, "abc")
+    assert run_local(config(tmp_path), rank_script("pass")) == 0
+    assert order.read_text() == "abc"
 
 
 WITH_A_CHILD = """

@@ -24,13 +24,15 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.servers import supervisor as supervisor_module
 from megatron_dapo.servers.run_servers import RunServers
 from megatron_dapo.servers.server_command import ServerCommand, sglang_command
-from megatron_dapo.servers.several_nodes import nodes_supervisor, server_node, start_orders
+from megatron_dapo.servers.several_nodes import follower as follower_module
+from megatron_dapo.servers.several_nodes import nodes_supervisor, server_node
 from megatron_dapo.servers.several_nodes.nodes_supervisor import NodesSupervisor
 from megatron_dapo.servers.several_nodes.server_node import NodeGroup
 from megatron_dapo.servers.several_nodes.start_orders import FollowedOrders, StartOrders
 from megatron_dapo.servers.supervisor import ServerFailure
 from tests import fake_server
 from tests.config_overrides import SOUND, mistakes
+from tests.unit.test_start_orders import full_disk
 from tests.unit.test_supervisor import can_connect, eventually
 from tests.unit.test_supervisor_lease import ImaginedFiles, ImaginedProcess, ImaginedWatch, runs
 
@@ -242,10 +244,45 @@ def test_a_follower_that_cannot_start_is_named_with_its_log_and_counts_as_its_se
     finally:
         servers.stop()
     message = str(failure.value)
-    for part in ("after 1 restarts", "lost a node: server-0-node-1 ended with exit code 1", "server-0-node-1.log"):
+    for part in ("after 1 restarts", "lost a process: server-0-node-1 ended with exit code 1", "server-0-node-1.log"):
         assert part in message
     assert "out of luck" in message.splitlines()[0], "the follower's own words"
     assert (tmp_path / "server-0-node-1.log").read_text().count("out of luck") == 2
+
+
+def test_a_node_that_cannot_start_its_follower_costs_a_restart(tmp_path, monkeypatch, caplog):
+    start, errors = follower_module.ServerStart, [OSError(28, "No space left on device")]
+
+    def fails_once(*arguments):
+        if errors:
+            raise errors.pop()
+        return start(*arguments)
+
+    monkeypatch.setattr(follower_module, "ServerStart", fails_once)
+    servers = on_one_machine(tmp_path, "max_restarts=1")
+    servers.start()
+    try:
+        assert eventually(lambda: servers.check() and len(servers.pids()) == 2)
+        words = "lost a process: server-0-node-1 could not be started ([Errno 28] No space left on device)"
+        assert words in caplog.text and caplog.text.count("restart 1 of 1") == 1
+    finally:
+        servers.stop()
+
+
+def test_a_followers_end_is_logged_once_however_often_its_report_fails(tmp_path, caplog):
+    orders = StartOrders(tmp_path / "run" / "server_starts" / "server-a-0", 1)
+    orders.start()
+    followers = on_node(tmp_path, "b", follower="dies")
+    followers.start()
+    try:
+        with full_disk():
+            assert eventually(lambda: not followers.check() and "cannot be written" in caplog.text)
+            assert not any(followers.check() for _ in range(3)) and orders.failure() is None
+        assert caplog.text.count("ended with exit code 1") == caplog.text.count("cannot be written") == 1
+        followers.check()
+        assert "server-a-0-node-1 ended with exit code 1 (out of luck)" in orders.failure()
+    finally:
+        followers.stop()
 
 
 def test_a_server_that_never_becomes_healthy_names_the_logs_of_all_its_nodes(tmp_path):
@@ -259,18 +296,48 @@ def test_a_server_that_never_becomes_healthy_names_the_logs_of_all_its_nodes(tmp
         servers.stop()
 
 
-def test_the_reward_models_gpus_follow_those_of_all_processes(tmp_path):
-    """On one machine all GPUs of a server are taken here, in a group its share of them."""
-    config = config_of(tmp_path, "nnodes=2")
-    with mock.patch("megatron_dapo.servers.run_servers.ServerSupervisor") as made:
-        with mock.patch("megatron_dapo.servers.run_servers.NodesSupervisor") as led:
-            with mock.patch("megatron_dapo.servers.run_servers._of_reward_model"):
-                group = NodeGroup(("a", "b"), 0, 5000)
-                RunServers(config, tmp_path, rollout=True, reward_model=True, first_port=9, node="a", group=group)
-                RunServers(config_of(tmp_path), tmp_path, rollout=True, reward_model=True, first_port=9)
-    assert [call.kwargs["first_gpu"] for call in made.call_args_list] == [2, 4]
-    assert [call.kwargs["first_port"] for call in made.call_args_list] == [10, 10]
-    assert [call.kwargs["name"] for call in led.call_args_list] == ["server-a", "server"]
+@contextmanager
+def reward_models_alone() -> Iterator[mock.Mock]:
+    """The maker of reward models' supervisors: nothing reads their model."""
+    with mock.patch("megatron_dapo.servers.run_servers._of_reward_model"):
+        with mock.patch("megatron_dapo.servers.run_servers.ServerSupervisor") as made:
+            yield made
+
+
+@pytest.mark.parametrize("nnodes", [0, 2])
+@pytest.mark.parametrize(("group", "first_gpu"), [(None, 4), (NodeGroup(("a", "b"), 0, 5000), 2)])
+def test_the_reward_models_gpus_follow_those_of_all_processes_here(tmp_path, nnodes, group, first_gpu):
+    """Without a group all GPUs of a server are taken here, in a group its share of them: that the
+    servers have nodes in the config says nothing of it."""
+    with reward_models_alone() as made, mock.patch("megatron_dapo.servers.run_servers.NodesSupervisor") as led:
+        keys = {"rollout": True, "reward_model": True, "first_port": 9, "node": group and "a", "group": group}
+        RunServers(config_of(tmp_path, f"nnodes={nnodes}"), tmp_path, **keys)
+    assert made.call_args.kwargs["first_gpu"] == first_gpu and made.call_args.kwargs["first_port"] == 10
+    assert led.call_args.kwargs["name"] == ("server-a" if group else "server")
+
+
+def test_a_followers_node_that_serves_a_reward_model_too_is_not_over_before_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(NodesSupervisor, "are_over", True)
+    monkeypatch.setattr(nodes_supervisor, "sglang_command", stand_in())
+    made_of = {"rollout": True, "group": NodeGroup(("a", "b"), 1, 5000)}
+    assert RunServers(config_of(tmp_path, "nnodes=2"), tmp_path, reward_model=False, **made_of).are_over
+    with reward_models_alone() as made:
+        servers = RunServers(config_of(tmp_path, "nnodes=2"), tmp_path, reward_model=True, **made_of)
+    assert not servers.are_over
+    made.return_value.check.side_effect = ServerFailure("it died too often")
+    servers.check()
+    assert servers.are_over
+
+
+def test_the_processes_of_a_node_have_one_grace_period_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes_supervisor, "STOP_GRACE_S", 0.3)
+    servers = on_one_machine(tmp_path)
+    with mock.patch.object(servers._leader, "stop", lambda: time.sleep(0.3)):
+        with mock.patch.object(servers, "_followers", [mock.Mock()]) as (follower,):
+            servers.stop()
+    assert [each[0] for each in follower.method_calls] == ["ask_to_end", "stop"]
+    assert follower.stop.call_args.args == (0.0,)
+    servers.stop()
 
 
 # ---------------------------------------------------------------------------------- two nodes
@@ -312,36 +379,6 @@ def test_the_program_of_a_followers_node_prints_no_url_and_ends_well_with_its_le
     monkeypatch.setattr(NodesSupervisor, "check", lambda servers: [look(servers), stop_when_it_runs()][0])
     assert sglang_server.serve(config, tmp_path, 9, "b", group=NodeGroup(("a", "b"), 1, 5000)) == 0
     assert capsys.readouterr().out == ""
-
-
-def test_what_an_earlier_supervisor_left_counts_for_nothing(tmp_path):
-    folder = tmp_path / "starts"
-    earlier, followed = StartOrders(folder, 1), FollowedOrders(folder, 1)
-    earlier.start()
-    assert followed.report(followed.read(), "it was killed") and earlier.failure() == "it was killed"
-    orders = StartOrders(folder, 1)
-    assert followed.read() is None
-    orders.start()
-    assert orders.failure() is None
-    first = followed.read()
-    orders.start()
-    assert followed.read() != first and followed.report(first, "late") and orders.failure() is None
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    with mock.patch.object(start_orders, "write_whole", side_effect=OSError(28, "No space left on device")):
-        yield
-
-
-def test_an_order_and_a_report_that_a_full_disk_refuses_are_written_later(tmp_path, caplog):
-    orders, followed = StartOrders(tmp_path / "starts", 1), FollowedOrders(tmp_path / "starts", 1)
-    with full_disk():
-        orders.start()
-        assert orders.failure() is None and followed.read() is None and not followed.report("x", "ended")
-    assert "cannot be written" in caplog.text
-    assert orders.failure() is None and (order := followed.read())
-    assert followed.report(order, "ended") and orders.failure() == "ended"
 
 
 # ---------------------------------------------------------------------------------- any order of events

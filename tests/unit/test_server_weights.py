@@ -168,6 +168,21 @@ def test_a_published_server_of_deepseek_r1_in_fp8_is_within_a_quarter():
     )
 
 
+def test_servers_over_two_nodes_are_planned_faster_than_published_ones_as_the_page_says():
+    """23.1 ms per token of one request on 16 H100 (github.com/tenstorrent/tt-inference-server, issue
+    356); 622 tokens/s of 96 on 2 x 8 H800, without CUDA graphs (github.com/sgl-project/sglang, issue
+    3361)."""
+    spec, gpu, efficiency = model_spec(DEEPSEEK_V3), HARDWARE["h100"], Efficiency()
+    layout = ServerLayout(16, 96, nodes=2, in_blocks=True)
+    speed = server_speed(spec, layout, Lengths(253, 0.0, 253), 217, gpu, efficiency)
+    page = " ".join((ROOT / "docs" / "plan.md").read_text(encoding="utf-8").split())
+    read_per_ms = gpu.memory_bandwidth * efficiency.memory / 1e3
+    still_ms = 1e3 * speed.token_s - weight_bytes(spec, 2, 16, in_blocks=True) / read_per_ms
+    assert f"122 x 65 us + 1 ms = {still_ms:.1f}." in page
+    assert round(23.1 - active_parameters(spec) / 16 / read_per_ms) == 22 > still_ms
+    assert f"the estimate, with graphs, is {96e3 / speed.tokens_per_s:.0f} ms" in page
+
+
 @pytest.mark.parametrize(("gpu", "capability"), [("a100", "8.0"), ("b200", "10.0")])
 def test_a_plan_refuses_fp8_servers_on_gpus_that_have_none(gpu, capability, capsys):
     words = [f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.server.tensor_model_parallel_size=4"]

@@ -10,9 +10,9 @@ from launch.preflight import all_reduce
 from launch.preflight.gpus import needed
 from megatron_dapo.commands.plan import search
 from megatron_dapo.commands.plan.fitting import (
+    NODES_PER_SERVER,
     NUM_SERVERS,
     SERVER,
-    SERVER_NODES,
     SERVER_TP,
     all_server_sizes,
     server_keys,
@@ -24,7 +24,7 @@ from megatron_dapo.commands.plan.search import ConfigSource
 from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.commands.plan.step_time import Assumptions, server_of
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import gpus_per_server_node, nodes_per_server, servers_per_node
+from megatron_dapo.config.derived import gpus_per_server_node, machines_per_server, servers_per_node
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import with_keys
 from megatron_dapo.config.loader import load_config
@@ -88,6 +88,7 @@ def test_a_server_has_parts_of_a_node_or_all_of_several_and_one_machine_is_one_n
         (servers(1, 8, 1, 1), (16, 2), (1, 2)),
         (servers(16, 4, 1, 8), (2, 1), (16, 8)),  # as many as before
         (servers(16, 4, 1, 8), (8, 1), (8, 8)),
+        (servers(6, 8, 2, 4), (8, 2), (4, 4)),  # two on the 16 GPUs of each two nodes
         (servers(4, 1, 1, 0), (2, 1), (2, 0)),  # the same four GPUs of the machine
         (servers(1, 1, 1, 0), (8, 1), (1, 0)),
     ],
@@ -105,18 +106,23 @@ def test_servers_of_another_size_fit_on_their_nodes(config, size, keys):
     ("sizes", "words"),
     [
         ((8, 16, 1, 8), f"is 16, and each node has 1 server, {EIGHT}; set it to 8 or "
-         f"less, or set {SERVER_NODES} to 2 and {NUM_SERVERS} to 4."),
+         f"less, or set {NODES_PER_SERVER} to 2 and {NUM_SERVERS} to 4."),
         ((8, 8, 1, 4), f"is 8, and each node has 2 servers, {EIGHT}; set {NUM_SERVERS} to 4."),
         ((2, 32, 2, 4), f"is 32 over 2 nodes, and each node has 1 server, {EIGHT}; set it "
-         f"to 16 or less, or set {SERVER_NODES} to 4 and {NUM_SERVERS} to 1."),
+         f"to 16 or less, or set {NODES_PER_SERVER} to 4 and {NUM_SERVERS} to 1."),
         ((8, 16, 2, 8), f"is 16 over 2 nodes, and each node has 2 servers, {EIGHT}; set "
          f"{NUM_SERVERS} to 4."),
+        ((8, 18, 1, 8), f"is 18, and each node has 1 server, {EIGHT}; set it to 8 or less, or set {NODES_PER_SERVER} "
+         f"to 3, {NUM_SERVERS} to 2 and {SERVER}.nnodes to 6."),  # 18 is no multiple of 4
     ],
 )  # fmt: skip
 def test_servers_with_more_gpus_than_their_nodes_are_refused_with_the_cure(sizes, words):
     config = servers(*sizes, "trainer.gpu_memory_gb=200")
     (sentence,) = shortage(config, spec_of("qwen3-32b"))
     assert sentence == f"{SERVER_TP} {words}"
+    pairs = re.findall(rf"({SERVER}\.\w+) to (\d+)", sentence)
+    advised = {key: int(value) for key, value in pairs}
+    assert shortage(with_keys(config, advised), spec_of("qwen3-32b")) == []
 
 
 def test_servers_that_fill_their_nodes_are_not_refused():
@@ -137,7 +143,20 @@ def test_a_model_too_large_for_one_machine_is_not_told_to_span_nodes(model, word
     sentence = next(each for each in shortage(config, spec_of(model)) if "A server GPU" in each)
     assert f"without nodes of their own ({SERVER}.nnodes) servers do not span nodes" in sentence
     assert re.search(rf"on the 8 GPUs of one node this model needs GPUs {words}", sentence)
-    assert SERVER_NODES not in sentence
+    assert NODES_PER_SERVER not in sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "gigabytes", "words"),
+    [
+        ("kimi-k2", 8, 80, r"of 1[56]\d GB, which none of `plan --hardware` has"),  # a b200 has 180
+        ("qwen3-235b-a22b", 4, 40, r"of 7\d GB, such as h100"),  # an a100 has 80
+    ],
+)
+def test_of_servers_in_fp8_only_gpus_that_have_them_are_named(model, tp, gigabytes, words):
+    keys = ("actor_rollout_ref.rollout.quantization=fp8", f"trainer.gpu_memory_gb={gigabytes}")
+    sentence = next(each for each in shortage(servers(1, tp, 1, 0, *keys), spec_of(model)) if "A server GPU" in each)
+    assert re.search(rf"this model needs GPUs {words}", sentence)
 
 
 def test_a_larger_server_leaves_sglang_less_of_a_gpu():
@@ -156,14 +175,14 @@ def test_the_search_spans_nodes_only_where_no_node_holds_the_model(model, over, 
     config = servers(1, 1, 1, 8)
     assumed = Assumptions.usual(config, HARDWARE["h100"])
     fastest = search._fastest_servers(config, 64, source, assumed, 0)
-    assert fastest and {keys[SERVER_NODES] for keys in fastest} == {over}
+    assert fastest and {keys[NODES_PER_SERVER] for keys in fastest} == {over}
     assert {keys[SERVER_TP] for keys in fastest} <= sizes
     assert all(keys[NUM_SERVERS] * keys[SERVER_TP] == 64 for keys in fastest)
     few = with_keys(config, {f"{SERVER}.nnodes": over - 1 or 1})
     assert bool(search._fastest_servers(few, 8 * (over - 1 or 1), source, assumed, 0)) is (over == 1)
     in_turns = with_keys(config, {search.SHARED: True, f"{SERVER}.nnodes": 0, "trainer.nnodes": 8})
     fastest = search._fastest_servers(in_turns, 64, source, assumed, 0)
-    assert all(keys[SERVER_NODES] == 1 for keys in fastest) and bool(fastest) is (over == 1)
+    assert all(keys[NODES_PER_SERVER] == 1 for keys in fastest) and bool(fastest) is (over == 1)
 
 
 def test_the_plans_of_time_and_of_processes_name_a_servers_nodes():
@@ -173,7 +192,7 @@ def test_the_plans_of_time_and_of_processes_name_a_servers_nodes():
     assumed = Assumptions.usual(config, HARDWARE["h100"])
     far, near = (server_of(each, spec, assumed) for each in (config, servers(2, 32, 1, 8)))
     assert far.token_s - near.token_s == pytest.approx(2 * 61 * 50e-6)
-    assert nodes_per_server(servers(1, 2, 2, 0)) == 1  # processes of one machine
+    assert machines_per_server(servers(1, 2, 2, 0)) == 1  # processes of one machine
 
 
 def test_a_preflight_counts_the_gpus_of_a_servers_part():

@@ -197,7 +197,11 @@ def test_neighbouring_server_nodes_make_servers_and_the_first_of_them_has_the_ur
         words = plan.command(SERVERS, node, "python")
         assert words[-4:] == ["--server-nodes", group, "--meeting-port", "23298"]
         assert words[words.index("--node") + 1] == node
-    assert "2 servers on each 2 neighbours of 4: c d e f" in plan.text()
+    assert "2 servers on each of 2 groups of 2 nodes: c d e f" in plan.text()
+    checked = [plan.command(PREFLIGHT, node, "python") for node in plan.nodes]
+    assert [words[words.index("--ports") + 1] if "--ports" in words else None for words in checked] == [
+        *("23296", None, "23298,23299", None, "23298,23299", None),
+    ], "the trainer's, and those at which the servers' processes meet"
     asked = []
     assert wait_for_servers(plan, lambda url: asked.append(url) or True) is None and asked == plan.server_urls
 
@@ -398,3 +402,11 @@ def test_a_new_attempt_forgets_the_lease_and_the_servers_starts_of_the_last_one(
     assert main([*recipe(tmp_path, *shared), "--nodes", "a"]) == 0
     assert lease.read() == Lease() and not starts.exists()
     assert (tmp_path / "run" / "servers.txt").read_text() == "http://a:20168\n"
+
+
+def test_a_job_with_given_servers_leaves_their_starts_to_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "5")
+    starts = RunFolder(tmp_path / "run").server_starts / "server-a-0"
+    starts.mkdir(parents=True)
+    assert main([*recipe(tmp_path, "actor_rollout_ref.rollout.server_urls=[http://x:1]"), "--nodes", "a"]) == 0
+    assert starts.exists()

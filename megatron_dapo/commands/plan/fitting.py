@@ -18,7 +18,7 @@ from megatron_dapo.huggingface.model_spec import ModelSpec
 
 SERVER = f"{ROLLOUT}.server"
 SERVER_TP = f"{SERVER}.tensor_model_parallel_size"
-NUM_SERVERS, SERVER_NODES = f"{SERVER}.num_servers", f"{SERVER}.nodes_per_server"
+NUM_SERVERS, NODES_PER_SERVER = f"{SERVER}.num_servers", f"{SERVER}.nodes_per_server"
 OVER_NODES = (1, 2, 4, 8)  # of a server, fewer first
 _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 _MOST_NODES = 256
@@ -44,15 +44,15 @@ def cuts_server(config: Config, spec: ModelSpec, tp: int) -> bool:
 
 
 def all_server_sizes(config: Config, spec: ModelSpec) -> list[tuple[int, int]]:
-    """Return (tensor-parallel size, nodes) of all servers to choose from, the smallest first. Without
-    nodes of their own they are within one."""
+    """Return (tensor-parallel size, nodes) of all servers to choose from, the smallest first.
+    Without nodes of their own they are within one."""
     over = OVER_NODES if config.actor_rollout_ref.rollout.server.nnodes else (1,)
     return [(tp, nodes) for nodes in over for tp in server_sizes(config, spec, nodes)]
 
 
 def smallest_server(config: Config, spec: ModelSpec) -> tuple[int, int] | None:
-    """Return (tensor-parallel size, nodes) of the smallest server that holds a sample of full length;
-    None if none does."""
+    """Return (tensor-parallel size, nodes) of the smallest server that holds a sample of full
+    length; None if none does."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     fitting = (
         (tp, nodes)
@@ -63,19 +63,19 @@ def smallest_server(config: Config, spec: ModelSpec) -> tuple[int, int] | None:
 
 
 def server_keys(config: Config, tp: int, nodes: int) -> dict[str, Any]:
-    """Return the keys of servers of this size: as many as now, or as the GPUs of their nodes hold.
+    """Return the keys of servers of this size: as many as now, or as the GPUs of their nodes hold,
+    and the same number on each group of nodes. Nodes that make no whole group are given up.
 
     On one machine they share the GPUs that they have now.
     """
     server, gpus = config.actor_rollout_ref.rollout.server, config.trainer.n_procs_per_node
-    keys: dict[str, Any] = {SERVER_TP: tp, SERVER_NODES: nodes}
-    if nodes > 1:
-        number = max(server.nnodes // nodes, 1)
-        return keys | {NUM_SERVERS: number, f"{SERVER}.nnodes": number * nodes}
     num_nodes = config.trainer.nnodes if shares_gpus(config) else server.nnodes
     if not num_nodes:
         num_nodes, gpus = 1, server.num_servers * server.tensor_model_parallel_size
-    return keys | {NUM_SERVERS: num_nodes * max(min(server.num_servers // num_nodes, gpus // tp), 1)}
+    groups = max(num_nodes // nodes, 1)
+    number = groups * max(min(server.num_servers // groups, nodes * gpus // tp), 1)
+    keys: dict[str, Any] = {SERVER_TP: tp, NODES_PER_SERVER: nodes, NUM_SERVERS: number}
+    return keys | ({f"{SERVER}.nnodes": groups * nodes} if nodes > 1 else {})
 
 
 def least_server_memory(config: Config, spec: ModelSpec) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from megatron_dapo.commands.plan.cost import DAY, JobLimit, cost_lines, in_hours, run_seconds
 from megatron_dapo.commands.plan.step_time import Assumptions, Factors, RunTime
 from megatron_dapo.common.sizes import GB
-from megatron_dapo.config.derived import nodes_per_server, parallel_sizes, shares_gpus, uses_servers
+from megatron_dapo.config.derived import machines_per_server, parallel_sizes, shares_gpus, uses_servers
 from megatron_dapo.config.schema.config import Config
 
 LABEL_WIDTH = 14
@@ -44,7 +44,7 @@ def _layout(config: Config, model: str, assumed: Assumptions, run: RunTime) -> I
     parts = run.parts
     yield f"{model} on {run.num_gpus} {assumed.hardware.name.upper()}"
     servers = f"{parts.num_servers} server{'' if parts.num_servers == 1 else 's'} x TP {parts.server_tp}"
-    nodes = nodes_per_server(config)
+    nodes = machines_per_server(config)
     servers += f" over {nodes} nodes" if nodes > 1 else ""
     trainers = f"{sizes.world} train (TP {sizes.tp}, PP {sizes.pp}, {context}DP {sizes.dp})"
     if shares_gpus(config):

@@ -11,8 +11,8 @@ from megatron_dapo.config.derived import (
     effective_clip,
     gen_batch_size,
     has_reference_for_own_loss,
+    machines_per_server,
     needs_old_log_probs,
-    nodes_per_server,
     num_mini_batches,
     num_optimizer_steps_per_rollout_step,
     offload_fraction,
@@ -275,7 +275,7 @@ def _servers(config: Config) -> Iterator[str]:
         return
     server = rollout.server
     servers = f"{_count(server.num_servers, 'SGLang server')} x TP {server.tensor_model_parallel_size}"
-    if (nodes := nodes_per_server(config)) > 1:
+    if (nodes := machines_per_server(config)) > 1:
         yield f"{servers}, each over {nodes} of {server.nnodes} server nodes"
     elif server.nnodes:
         yield f"{servers}, {servers_per_node(config)} on each of {_count(server.nnodes, 'server node')}"

@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.commands.plan.fitting import (
+    NODES_PER_SERVER,
     NUM_SERVERS,
     OVER_NODES,
     SERVER,
-    SERVER_NODES,
     SERVER_TP,
     changed_overrides,
     cuts_server,
@@ -252,8 +252,8 @@ def _fastest_servers(
     config: Config, num_gpus: int, source: ConfigSource, assumed: Assumptions, oldest: int
 ) -> list[dict[str, Any]]:
     """Return the keys of the servers with the most tokens per second in total, the fastest first;
-    none if none fits. Each takes as many requests as its cache holds, and a step may have. Servers over
-    several nodes are for models that no server within a node holds."""
+    none if none fits. Each takes as many requests as its cache holds, and a step may have. Servers
+    over several nodes are for models that no server within a node holds."""
     spec, rollout = source.actor, config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     most = max(gen_batch_size(config), (oldest + 1) * config.data.train_batch_size) * rollout.n
@@ -261,7 +261,7 @@ def _fastest_servers(
         rates: list[tuple[float, dict[str, Any]]] = []
         for tp in _server_sizes(config, spec, num_gpus, nodes):
             num_servers = num_gpus // tp
-            keys: dict[str, Any] = {NUM_SERVERS: num_servers, SERVER_TP: tp, SERVER_NODES: nodes}
+            keys: dict[str, Any] = {NUM_SERVERS: num_servers, SERVER_TP: tp, NODES_PER_SERVER: nodes}
             changed = with_keys(config, keys)
             if not server_memory(changed, spec, source.critic).holds(longest):
                 continue

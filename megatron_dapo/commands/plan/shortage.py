@@ -21,7 +21,7 @@ from megatron_dapo.config.derived import gpus_per_server_node, servers_per_node,
 from megatron_dapo.config.key_names import LORA_RANK, MEGATRON, ROLLOUT
 from megatron_dapo.config.keys import show_text, value_of, with_keys
 from megatron_dapo.config.schema.config import Config
-from megatron_dapo.estimates.hardware import HARDWARE
+from megatron_dapo.estimates.hardware import HARDWARE, serves_fp8
 from megatron_dapo.estimates.memory import (
     kept_by_trainer,
     kept_free,
@@ -30,6 +30,7 @@ from megatron_dapo.estimates.memory import (
     weight_sync_bytes,
 )
 from megatron_dapo.estimates.server_memory import kept_while_sampling, push_memory, server_memory, server_share
+from megatron_dapo.estimates.server_weights import holds_blocks
 from megatron_dapo.huggingface.model_spec import ModelSpec
 
 OFFLOAD = f"{MEGATRON}.optimizer_offload_fraction"
@@ -103,8 +104,8 @@ def _cure(part: str, config: Config, spec: ModelSpec, critic: ModelSpec | None, 
 
 
 def takes_offload(spec: ModelSpec) -> bool:
-    """Return whether Adam may step on the host: Megatron's takes no float32 weights, as the decays of
-    a delta net."""
+    """Return whether Adam may step on the host: Megatron's takes no float32 weights, as the decays
+    of a delta net."""
     return spec.delta_net is None
 
 
@@ -161,7 +162,8 @@ def _larger_server(config: Config, spec: ModelSpec, critic: ModelSpec | None) ->
     if (smallest := smallest_server(config, spec)) is not None:
         return _set(config, server_keys(config, *smallest))
     needed = least_server_memory(config, spec)
-    enough = [name for name, gpu in HARDWARE.items() if gpu.memory >= needed and gpu.capability > (0, 0)]
+    can_serve = serves_fp8 if holds_blocks(config) else lambda capability: capability > (0, 0)
+    enough = [name for name, gpu in HARDWARE.items() if gpu.memory >= needed and can_serve(gpu.capability)]
     names = f", such as {enough[0]}" if enough else ", which none of `plan --hardware` has: serve a smaller model"
     most = max((nodes for _, nodes in all_server_sizes(config, spec)), default=1)
     where = f"on {most} nodes of {gpus} GPUs" if most > 1 else f"on the {gpus} GPUs of one node"
@@ -177,8 +179,8 @@ def _beyond_its_nodes(config: Config) -> list[str]:
     if not server.nnodes or tp == 1 or number * gpus_per_server_node(config) <= gpus:
         return []
     over = server.nodes_per_server
-    least = 2 ** (ceil_div(tp, gpus) - 1).bit_length()
-    cure = _set(config, server_keys(config, tp, max(over, least)))
+    least = next(nodes for nodes in range(max(over, ceil_div(tp, gpus)), tp + 1) if tp % nodes == 0)
+    cure = _set(config, server_keys(config, tp, least))
     less = f"set it to {over * gpus} or less, or " if tp > over * gpus else ""
     return [
         f"{SERVER_TP} is {tp}{f' over {over} nodes' if over > 1 else ''}, and each node has {number} "

@@ -26,9 +26,9 @@ from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.config.derived import (
     critic_batching,
     gen_batch_size,
+    machines_per_server,
     needs_old_log_probs,
     needs_reference,
-    nodes_per_server,
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
     shares_gpus,
@@ -228,7 +228,7 @@ def server_of(config: Config, spec: ModelSpec, assumed: Assumptions) -> ServerSp
     layout = ServerLayout(
         rollout.server.tensor_model_parallel_size,
         max(min(limits), 1),
-        nodes_per_server(config),
+        machines_per_server(config),
         holds_blocks(config),
         state_bytes(config, spec),
     )

@@ -23,7 +23,7 @@ class Follower:
         self._orders = orders
         self._obeyed: str | None = None
         self._current: ServerStart | None = None  # the last start
-        self._is_reported = False
+        self._end: str | None = None  # of the last start, in words
         self._was_started = False
 
     @property
@@ -36,14 +36,14 @@ class Follower:
         order = self._orders.read()
         if order is not None and order != self._obeyed:
             self._obey(order)
-        if self._current is None:
-            return False
-        code = self._current.process.poll()
-        if code is None:
-            self._current.files.note(self._current.process.pids())
-        elif not self._is_reported:
-            self._report(self._current, exit_phrase(code))
-        return code is None
+        if self._current is not None and self._end is None:
+            if (code := self._current.process.poll()) is None:
+                self._current.files.note(self._current.process.pids())
+                return True
+            self._note_end(exit_phrase(code), self._current.process.log_tail())
+        if self._end is not None:
+            self._orders.report(str(self._obeyed), self._end)
+        return False
 
     def pids(self) -> list[int]:
         """Return the process of the last start."""
@@ -63,14 +63,17 @@ class Follower:
 
     def _obey(self, order: str) -> None:
         self.stop(0.0)
-        self._obeyed, self._is_reported = order, False
-        if order != NO_PROCESS:
+        self._obeyed, self._end = order, None
+        if order == NO_PROCESS:
+            return
+        self._was_started = True
+        try:
             self._current = ServerStart(self.name, self._command, self._log_file)
-            self._was_started = True
             log.info("%s starts (pid %d, log %s)", self.name, self._current.process.pid, self._log_file)
+        except OSError as error:  # the node's disk is full, or it has no process left
+            self._note_end(f"could not be started ({error})")
 
-    def _report(self, current: ServerStart, end: str) -> None:
-        error = last_error([line.removeprefix(TAIL_PREFIX) for line in current.process.log_tail().splitlines()])
-        words = f"{self.name} {end}{f' ({error})' if error else ''}; its log is {self._log_file}"
-        log.error("%s", words)
-        self._is_reported = self._orders.report(str(self._obeyed), words)
+    def _note_end(self, end: str, log_tail: str = "") -> None:
+        error = last_error([line.removeprefix(TAIL_PREFIX) for line in log_tail.splitlines()])
+        self._end = f"{self.name} {end}{f' ({error})' if error else ''}; its log is {self._log_file}"
+        log.error("%s", self._end)

@@ -93,9 +93,9 @@ class NodesSupervisor:
         """End all processes; can be called twice. A leader ends its followers, too."""
         for follower in self._followers:
             follower.ask_to_end()
+        deadline = time.monotonic() + STOP_GRACE_S
         if self._leader is not None:
             self._leader.stop()
-        deadline = time.monotonic() + STOP_GRACE_S
         for follower in self._followers:
             follower.stop(max(0.0, deadline - time.monotonic()))
         for port in self._ports:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from pathlib import Path
 
-from megatron_dapo.common.files import remove_folder, write_whole
+from megatron_dapo.common.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ class StartOrders:
     there are none."""
 
     def __init__(self, folder: Path, num_followers: int) -> None:
-        """Forget what an earlier supervisor left. folder: see `RunFolder.server_starts`."""
+        """Forget the order of an earlier supervisor. folder: see `RunFolder.server_starts`."""
         self.num_followers = num_followers
         self._folder = folder
         self._order: str | None = None
-        self._is_written = True
+        self._file = _OwnFile(folder / _ORDER)
         if num_followers:
-            remove_folder(folder)
+            (folder / _ORDER).unlink(missing_ok=True)
 
     def start(self) -> None:
         """Order a new start, instead of the last one."""
@@ -43,7 +43,8 @@ class StartOrders:
 
     def failure(self) -> str | None:
         """Return how a follower of the last start ended; None while all run."""
-        self._write()
+        if self._order is not None:
+            self._give(self._order)
         for rank in range(1, self.num_followers + 1):
             order, _, words = (_read(_report(self._folder, rank)) or "").partition("\n")
             if words and order == self._order:
@@ -51,12 +52,9 @@ class StartOrders:
         return None
 
     def _give(self, order: str) -> None:
-        self._order, self._is_written = order, False
-        self._write()
-
-    def _write(self) -> None:
-        if not self._is_written and self.num_followers:
-            self._is_written = _written(self._folder / _ORDER, self._order or NO_PROCESS)
+        self._order = order
+        if self.num_followers:
+            self._file.hold(order)
 
 
 class FollowedOrders:
@@ -64,15 +62,35 @@ class FollowedOrders:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self._rank = rank
+        self._file = _OwnFile(_report(folder, rank))
 
     def read(self) -> str | None:
         """Return the last order, a start's name or NO_PROCESS; None before the first one."""
         return _read(self._folder / _ORDER)
 
-    def report(self, order: str, end: str) -> bool:
-        """Say how the process of a start ended; return whether that could be written."""
-        return _written(_report(self._folder, self._rank), f"{order}\n{end}")
+    def report(self, order: str, end: str) -> None:
+        """Say how the process of a start ended; to be called at each look after that."""
+        self._file.hold(f"{order}\n{end}")
+
+
+class _OwnFile:
+    """A small file of one writer, who writes it again where that failed, or somebody removed it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._held: str | None = None
+        self._is_failing = False
+
+    def hold(self, text: str) -> None:
+        """Have the file hold these words. A failure, as on a full disk, is logged once."""
+        try:
+            if text != self._held or not self._path.exists():
+                write_whole(self._path, text)
+            self._held, self._is_failing = text, False
+        except OSError as error:
+            if not self._is_failing:
+                log.warning("%s cannot be written: %s", self._path, error)
+            self._is_failing = True
 
 
 def _report(folder: Path, rank: int) -> Path:
@@ -88,13 +106,3 @@ def _read(file: Path) -> str | None:
     except OSError as error:
         log.warning("%s cannot be read: %s", file, error)
         return None
-
-
-def _written(file: Path, text: str) -> bool:
-    """Write a file of these words; return False if that fails, as on a full disk."""
-    try:
-        write_whole(file, text)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", file, error)
-        return False
-    return True
