@@ -106,10 +106,12 @@ class Kills:
         if len(self.done) == self.number:
             return
         step, wait_s = self._moments[len(self.done)]
-        if self._due is None and num_steps >= step:
-            # at once, if steps overtook it
-            self._due = time.monotonic() + (wait_s if num_steps == step else 0.0)
-        if self._due is None or time.monotonic() < self._due or not pids:
+        now = time.monotonic()
+        if num_steps > step:  # steps overtook it: at once, so that a fast run has all of them
+            self._due = now
+        elif num_steps == step and self._due is None:
+            self._due = now + wait_s
+        if self._due is None or now < self._due or not pids:
             return
         os.kill(self._random.choice(list(pids)), signal.SIGKILL)
         self.done.append(time.monotonic())
