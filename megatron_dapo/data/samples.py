@@ -27,9 +27,9 @@ class Prompt:
     messages: list[dict] | str = ""  # before rendering: an environment's first words may join them
 
 
-@dataclass(frozen=True, eq=False)
-class Sample(TokenRecord):
-    """One response, or one trajectory: a model's turns with an environment's tokens between them.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Branch(TokenRecord):
+    """A path through a trajectory, from a prompt to its last answer; one row for the trainer.
 
     Arrays are [L], the response's length, but for prompt_tokens, and for routed_experts of prompt
     and response (`data.routed_experts`).
@@ -44,13 +44,25 @@ class Sample(TokenRecord):
         "routed_experts": EXPERT,
     }
 
-    uid: str  # the group's
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
     # by the server, at the sampling temperature; 0 for an environment's tokens
     rollout_log_probs: np.ndarray
-    loss_mask: np.ndarray  # 1 for the model's tokens, 0 for an environment's
+    # 1 for the model's tokens, 0 for an environment's, and for those that an earlier branch counts
+    loss_mask: np.ndarray
     weight_versions: np.ndarray  # version of the weights that wrote each token
+    # the servers', for replay by the trainer; empty: not asked for, or unknown
+    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sample(Branch):
+    """One response, or one trajectory: a model's turns with an environment's tokens between them.
+
+    Its own arrays are those of its first branch.
+    """
+
+    uid: str  # the group's
     # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment"
     finish_reason: str
     raw_reward: float  # by the verifier, before shaping
@@ -66,8 +78,12 @@ class Sample(TokenRecord):
     # among the responses to its prompt, from 0; the seeds of its requests derive from it
     number: int = 0
     response_text: str = ""  # of a step's shown groups, for people; rewards decode the tokens
-    # the servers', for replay by the trainer; empty: not asked for, or unknown
-    routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
+    others: tuple[Branch, ...] = ()  # an agent's further branches
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Return all branches; each token written by the model counts in one of them."""
+        return (self, *self.others)
 
     @property
     def num_response_tokens(self) -> int:

@@ -4,7 +4,7 @@ Importing transformers costs seconds in every process, and tokenizer.json holds 
 test holds the tokens equal to those of transformers' AutoTokenizer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ import tokenizers
 
 from megatron_dapo.common.bounded import read_bytes, read_json
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.chat_messages import Messages
 from megatron_dapo.data.chat_template import ChatTemplate, TextPart
 from megatron_dapo.data.token_arrays import TokenIds
-
-Messages = Sequence[dict[str, Any]]
 
 _KEY = "actor_rollout_ref.model.path"
 # bytes of tokenizer.json; those of a vocabulary of 260 000 tokens have 35 million

@@ -21,7 +21,7 @@ FLOORS = (
     ("estimates",),
     ("data", "kernels", "platform", "checks"),
     ("models", "servers", "rewards"),
-    ("envs", "queue"),
+    ("agents", "envs", "queue"),
     ("training", "rollout", "weight_sync", "checkpointing", "telemetry"),
     ("run_setup", "first_look", "placement"),
     ("job", "sft_job"),

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field
 
 from megatron_dapo.config.built_ins import POLICY_LOSSES, policy_losses_with
+from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Decay,
@@ -302,6 +303,7 @@ class RolloutConfig(Section):
     dump_samples: MayChangeOnResume[NonNegativeInt] = 8
     """Groups written to rollouts/step_NNNNNN.jsonl per step; 0 = none."""
     multi_turn: MultiTurnConfig = MultiTurnConfig()
+    agent: AgentConfig = AgentConfig()
 
 
 class RefConfig(Section):

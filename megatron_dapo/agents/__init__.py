@@ -1,0 +1,1 @@
+"""Agents: programs that know a base URL, and produce trajectories."""
