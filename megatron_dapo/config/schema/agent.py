@@ -51,8 +51,8 @@ class AgentConfig(Section):
     max_choices: WhileEnabled[PositiveInt] = 8
     """Answers to one request, the client's `n`."""
     history: WhileEnabled[Literal["tokens", "rendered"]] = "tokens"
-    """tokens: a conversation goes on behind its exact tokens. rendered: each turn begins anew, as the chat template shows
-    it and a stock server reads it; a branch per turn where the template leaves out earlier thoughts."""
+    """tokens: a conversation goes on behind its exact tokens. rendered: each turn begins anew as the template shows
+    it, as at stock servers: a branch per turn where the template leaves out earlier thoughts."""
     tool_parser: WhileEnabled[str | None] = None
     """SGLang's parser of tool calls, or an import path; null = the family's."""
     reasoning_parser: WhileEnabled[str | None] = None
