@@ -1,6 +1,6 @@
 """Section `actor_rollout_ref.rollout.agent`: trajectories of any program that knows a base URL."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -57,7 +57,7 @@ class AgentConfig(Section):
     """SGLang's parser of tool calls, or an import path; null = the family's."""
     reasoning_parser: WhileEnabled[str | None] = None
     """SGLang's parser of thoughts, or an import path; null = the family's, if it has one."""
-    template_kwargs: WhileEnabled[dict[str, Any]] = {}
+    template_kwargs: WhileEnabled[dict[str, str | int | float | bool]] = {}
     """Variables of the chat template, such as enable_thinking."""
     credit: WhileEnabled[str | None] = None
     """Factors of the advantages of a trajectory's branches, `package.module:name`; null = 1."""
