@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "setup.json"
 LOG = VENV / "setup.log"
+COMMAND = "make setup"
 PLATFORMS = ("cpu", "cuda")
 OWN = {"pip", "megatron-dapo"}  # in .venv without being in the lock
 # Of the user's environment: what puts packages of another Python before ours, versions before the lock's (NVIDIA's
@@ -104,7 +105,7 @@ def finish(title: str, process: Callable[[], subprocess.Popen]) -> None:
         said = [line for line in output.splitlines() if line.strip() and "is ignored: it is neither" not in line]
         cures = [cure for sign, cure in CURES if sign in output] or ["The last lines above say why."]
         raise SetupError("\n".join([*(f"    {line}" for line in said[-12:]), "", *cures[:1], f"All of it: {LOG}",
-                                    "Then run `make setup` again; it goes on where it stopped."]))  # fmt: skip
+                                    f"Then run `{COMMAND}` again; it goes on where it stopped."]))  # fmt: skip
     print(f"{time.monotonic() - began:5.0f} s")
 
 
