@@ -34,6 +34,8 @@ class Outcome:
     """The reason of a failure of the agent itself; the trajectory still counts."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Means over the step's trajectories are logged as agent/NAME."""
+    answer: str | None = None
+    """Text that `reward.function` scores in place of the last branch's: a patch, a file."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that no trajectory can hold."""
@@ -41,3 +43,5 @@ class Outcome:
             raise ValueError(f"an agent's reward must be a finite number, not {self.reward}")
         if self.correct is not None and self.reward is None:
             raise ValueError("an agent's `correct` needs a `reward`, which may be 0")
+        if self.reward is not None and self.answer is not None:
+            raise ValueError("an agent gives a `reward`, or an `answer` for reward.function, and not both")
