@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox demo demo-llm round-trip train test test-unit proofs test-gpu test-other-line mutation lint bench house clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox setup-agents demo demo-llm round-trip train test test-unit proofs test-gpu test-agents test-other-line mutation lint bench house clean need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,9 @@ setup-browser: ## Install Chromium for the tests of the report's page (Debian, U
 
 setup-sandbox: ## Install bubblewrap, in which the reward code_tests runs programs (Debian, Ubuntu; as root)
 	@sh requirements/sandbox.sh
+
+setup-agents: setup ## Programs of other people for tests and examples of agents, each in .cache/agents/NAME
+	@$(BIN)/python requirements/agents.py $(ARGS)
 
 demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's GPUs or its CPU
 	@$(BIN)/python -m examples.arithmetic.demo $(ARGS)
@@ -68,6 +71,9 @@ proofs: setup ## Long and second forms of tests: kills, random schedules, draws,
 
 test-gpu: setup ## Kernels at real sizes, layers and policy, on a CUDA GPU (without one: skipped)
 	@$(PYTEST) -c tests/gpu/pytest.ini tests/gpu
+
+test-agents: setup-agents ## Agents of other people, each with its own interpreter, on a real server (minutes)
+	@$(PYTEST) tests/agents
 
 test-other-line: ## All tests of the last commit with the other Python's versions, in a clone
 	@PLATFORM= PYTHON= sh requirements/setup.sh # PYTHON is the clone's

@@ -1,20 +1,32 @@
 """An agent of OpenAI's Agents SDK with a calculator as its tool.
 
-It runs with the interpreter of requirements/agents/openai_agents.txt, as a rollout's command:
-openai_agents_calculator.py TASK_FILE RESULT_FILE. The model's address and key are in OPENAI_BASE_URL
-and OPENAI_API_KEY.
+It runs with the interpreter of requirements/agents/openai_agents.txt (`make setup-agents`): without
+arguments for many trajectories at once (examples/agents/program.py), or as a rollout's command,
+
+    openai_agents_calculator.py TASK_FILE RESULT_FILE
+
+with the model's address and key in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 import ast
+import asyncio
 import json
 import operator
+import os
 import sys
 
-from agents import Agent, AsyncOpenAI, MaxTurnsExceeded, ModelSettings, OpenAIChatCompletionsModel, Runner
-from agents import function_tool, set_tracing_disabled
+from agents import (
+    Agent,
+    AsyncOpenAI,
+    MaxTurnsExceeded,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-MAX_TURNS = 4
+MAX_TURNS = 3
 
 
 def value(node: ast.AST) -> int:
@@ -35,23 +47,52 @@ def calculator(expression: str) -> str:
         return f"error: {error}"
 
 
+async def play(task: dict, base_url: str, key: str) -> dict:
+    """Play one trajectory; return its outcome."""
+    async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
+        agent = Agent("calculator", model=OpenAIChatCompletionsModel("policy", client), tools=[calculator])
+        try:
+            answer = str((await Runner.run(agent, task["messages"], max_turns=MAX_TURNS)).final_output)
+        except MaxTurnsExceeded:
+            answer = ""
+    correct = answer.strip() == task["ground_truth"]
+    return {"reward": float(correct), "correct": correct}
+
+
+async def play_many() -> None:
+    """Play the trajectories of stdin's lines, until it ends."""
+    running: dict[int, asyncio.Task] = {}
+
+    async def answer(id: int, **fields) -> None:
+        try:
+            outcome = await play(**fields)
+        except Exception as error:  # of the endpoint, at a limit
+            outcome = {"reward": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
+        finally:
+            del running[id]
+        print(json.dumps({"id": id} | outcome), flush=True)
+
+    lines = asyncio.StreamReader(limit=1 << 20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async for line in lines:
+        fields = json.loads(line)
+        if "cancel" not in fields:
+            running[fields["id"]] = asyncio.create_task(answer(**fields))
+        elif fields["cancel"] in running:
+            running[fields["cancel"]].cancel()
+
+
 def main(task_file: str, result_file: str) -> None:
     with open(task_file) as file:
         task = json.load(file)
-    set_tracing_disabled(True)
-    model = OpenAIChatCompletionsModel("policy", AsyncOpenAI())
-    settings = ModelSettings(max_tokens=task["extra_info"].get("max_tokens"))
-    agent = Agent("calculator", model=model, tools=[calculator], model_settings=settings)
-    answer, turns = "", MAX_TURNS
-    try:
-        result = Runner.run_sync(agent, task["messages"], max_turns=MAX_TURNS)
-        answer, turns = str(result.final_output), len(result.raw_responses)
-    except MaxTurnsExceeded:
-        pass
-    correct = answer.strip() == task["ground_truth"]
+    outcome = asyncio.run(play(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
     with open(result_file, "w") as file:
-        json.dump({"reward": float(correct), "correct": correct, "metrics": {"turns": turns}}, file)
+        json.dump(outcome, file)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    set_tracing_disabled(True)
+    if sys.argv[1:]:
+        main(*sys.argv[1:])
+    else:
+        asyncio.run(play_many())

@@ -1,0 +1,72 @@
+"""mini-swe-agent repairs a small repository; its module is the answer that a reward function tests.
+
+It runs with the interpreter of requirements/agents/mini_swe_agent.txt (`make setup-agents`), as a
+rollout's command in a sandbox, on the prompts of examples/agents/repairs.py:
+
+    mini_swe_agent_repair.py TASK_FILE RESULT_FILE
+
+The model's address and key are in OPENAI_BASE_URL and OPENAI_API_KEY.
+"""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ |= {
+    "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_COST_TRACKING": "ignore_errors",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+
+import yaml  # noqa: E402
+from minisweagent.agents.default import DefaultAgent  # noqa: E402
+from minisweagent.config import builtin_config_dir  # noqa: E402
+from minisweagent.environments.local import LocalEnvironment  # noqa: E402
+from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
+
+STEP_LIMIT = 12
+COMMAND_S = 20
+MAX_ANSWER_CHARS = 100_000
+MODULE = "solution.py"
+
+
+def unpack(message: str, folder: Path) -> str:
+    """Write the message's files, return its issue."""
+    issue, *parts = re.split(r"^=== (.+) ===\n", message, flags=re.MULTILINE)
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        (folder / Path(name).name).write_text(text)
+    return issue.strip()
+
+
+def repair(messages: list[dict], folder: Path) -> str:
+    """Let the agent work in the folder; return how it ended."""
+    issue = unpack(messages[-1]["content"], folder)
+    settings = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text())
+    templates = {key: settings["agent"][key] for key in ("system_template", "instance_template")}
+    if messages[0]["role"] == "system":  # shorter than mini-swe-agent's own
+        templates = {"system_template": messages[0]["content"], "instance_template": "{{task}}"}
+    endpoint = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+    model = LitellmModel(model_name="openai/policy", **settings["model"] | {"model_kwargs": endpoint})
+    environment = LocalEnvironment(cwd=str(folder), env=settings["environment"]["env"], timeout=COMMAND_S)
+    agent = DefaultAgent(model, environment, step_limit=STEP_LIMIT, **templates)
+    try:
+        return agent.run(issue).get("exit_status", "")
+    except Exception as error:  # the endpoint takes no further request
+        return type(error).__name__
+
+
+def main(task_file: str, result_file: str) -> None:
+    messages = json.loads(Path(task_file).read_text())["messages"]
+    with tempfile.TemporaryDirectory() as folder:
+        status = repair(messages, Path(folder))
+        module = Path(folder) / MODULE
+        text = module.read_text(errors="replace")[:MAX_ANSWER_CHARS] if module.is_file() else ""
+    result = {"answer": f"```python\n{text}\n```", "metrics": {"submitted": float(status == "Submitted")}}
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

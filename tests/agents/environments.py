@@ -1,0 +1,47 @@
+"""Programs of other people, each with the interpreter of its environment in .cache/agents."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.helpers import REPOSITORY
+
+PROGRAMS = REPOSITORY / "tests" / "agents" / "programs"
+EXAMPLES = REPOSITORY / "examples" / "agents"
+PROGRAM_S = 120
+
+
+def python_of(name: str) -> Path:
+    """Return the interpreter of an environment; `make setup-agents` makes all of them."""
+    python = REPOSITORY / ".cache" / "agents" / name / "bin" / "python"
+    assert python.is_file(), f"no {python}: run `make setup-agents`"
+    return python
+
+
+def task_of(content: str, truth: str = "", **extra: object) -> dict:
+    """Return a task as a command finds it in its file."""
+    messages = [{"role": "user", "content": content}]
+    return {"prompt": content, "messages": messages, "data_source": "", "ground_truth": truth, "extra_info": extra}
+
+
+def run_program(name: str, program: Path, url: str, task: dict, folder: Path, **variables: str) -> dict:
+    """Run a program as a rollout's command would be, with a scripted endpoint; return its result."""
+    task_file, result_file = folder / "task.json", folder / "result.json"
+    task_file.write_text(json.dumps(task))
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "OPENAI_BASE_URL": f"{url}/t/KEY/v1",
+        "OPENAI_API_KEY": "KEY",
+        "ANTHROPIC_BASE_URL": f"{url}/t/KEY",
+        "ANTHROPIC_API_KEY": "KEY",
+    }
+    subprocess.run(
+        [python_of(name), program, task_file, result_file],
+        env=environment | variables,
+        cwd=folder,
+        timeout=PROGRAM_S,
+        check=True,
+    )
+    return json.loads(result_file.read_text())
