@@ -1,11 +1,11 @@
 """mini-swe-agent repairs a small repository; its module is the answer that a reward function tests.
 
-It runs with the interpreter of requirements/agents/mini_swe_agent.txt (`make setup-agents`), as a
-rollout's command in a sandbox, on the prompts of examples/agents/repairs.py:
+    agent.command=[".../.cache/agents/mini_swe_agent/bin/python", ".../mini_swe_agent_repair.py", "{task_file}",
+        "{result_file}"]  agent.sandbox=true  reward.function=code_tests
 
-    mini_swe_agent_repair.py TASK_FILE RESULT_FILE
-
-The model's address and key are in OPENAI_BASE_URL and OPENAI_API_KEY.
+Its interpreter is that of requirements/agents/mini_swe_agent.txt (`make setup-agents`), its prompts
+are those of examples/agents/repairs.py. The model's address and key are in OPENAI_BASE_URL and
+OPENAI_API_KEY.
 """
 
 import json

@@ -47,14 +47,14 @@ def calculator(expression: str) -> str:
         return f"error: {error}"
 
 
-async def play(task: dict, base_url: str, key: str) -> dict:
+async def play(client: AsyncOpenAI, task: dict, base_url: str, key: str) -> dict:
     """Play one trajectory; return its outcome."""
-    async with AsyncOpenAI(base_url=base_url, api_key=key) as client:
-        agent = Agent("calculator", model=OpenAIChatCompletionsModel("policy", client), tools=[calculator])
-        try:
-            answer = str((await Runner.run(agent, task["messages"], max_turns=MAX_TURNS)).final_output)
-        except MaxTurnsExceeded:
-            answer = ""
+    model = OpenAIChatCompletionsModel("policy", client.with_options(base_url=base_url, api_key=key))
+    agent = Agent("calculator", model=model, tools=[calculator])
+    try:
+        answer = str((await Runner.run(agent, task["messages"], max_turns=MAX_TURNS)).final_output)
+    except MaxTurnsExceeded:
+        answer = ""
     correct = answer.strip() == task["ground_truth"]
     return {"reward": float(correct), "correct": correct}
 
@@ -62,10 +62,11 @@ async def play(task: dict, base_url: str, key: str) -> dict:
 async def play_many() -> None:
     """Play the trajectories of stdin's lines, until it ends."""
     running: dict[int, asyncio.Task] = {}
+    client = AsyncOpenAI(api_key="each trajectory has its own")
 
     async def answer(id: int, **fields) -> None:
         try:
-            outcome = await play(**fields)
+            outcome = await play(client, **fields)
         except Exception as error:  # of the endpoint, at a limit
             outcome = {"reward": 0.0, "error": f"{type(error).__name__}: {error}"[:300]}
         finally:
@@ -85,7 +86,8 @@ async def play_many() -> None:
 def main(task_file: str, result_file: str) -> None:
     with open(task_file) as file:
         task = json.load(file)
-    outcome = asyncio.run(play(task, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    outcome = asyncio.run(play(AsyncOpenAI(), task, base_url, key))
     with open(result_file, "w") as file:
         json.dump(outcome, file)
 

@@ -1,10 +1,15 @@
 """An episode of an environment of verifiers, as it is: verifiers relays each turn to the model.
 
-It runs with the interpreter of requirements/agents/verifiers.txt (and the environment's package), as
-a rollout's command: verifiers_episode.py TASK_FILE RESULT_FILE. The row's extra_info has `env`, as
-verifiers' own configs have it, and `idx`, the task in its taskset. Make the rows with
+    agent.command=[".../.cache/agents/verifiers/bin/python", ".../verifiers_episode.py", "{task_file}", "{result_file}"]
+    reward.function=environment
 
-    verifiers_episode.py --rows '{"taskset": {"id": "gsm8k-v1"}}' NUMBER > train.jsonl
+Its interpreter is that of requirements/agents/verifiers.txt (`make setup-agents`), with the
+environment's package. The row's extra_info has `env`, as verifiers' own configs have it, and `idx`,
+the task in its taskset. These make rows:
+
+    verifiers_episode.py --rows '{"taskset": {"id": "gsm8k-v1"}, "agent": {"runtime": {"type": "subprocess"}}}' 1000
+
+The model's address and key are in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 import asyncio
