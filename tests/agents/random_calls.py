@@ -9,5 +9,5 @@ def calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[tuple[str, 
     number = (0, 0, 1, 2)[zlib.crc32(text.encode(errors="replace")) % 4]
     function = tools[0]["function"]
     names = function["parameters"]["properties"]
-    found = [(function["name"], {name: f"{place} {text}" for name in names}) for place in range(number)]
-    return ("", found) if found else (text, [])
+    read = [(function["name"], {name: f"{place} {text}" for name in names}) for place in range(number)]
+    return ("", read) if read else (text, [])

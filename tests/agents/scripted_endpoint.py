@@ -17,31 +17,31 @@ Script = Callable[[int, dict], dict]
 
 
 @dataclass
-class Request:
+class ReceivedRequest:
     path: str
     headers: dict[str, str]
     body: Any
 
 
 @dataclass
-class Endpoint:
+class ScriptedEndpoint:
     url: str = ""  # without /v1
-    requests: list[Request] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
 
     def bodies(self, path: str = "chat/completions") -> list[dict]:
         return [request.body for request in self.requests if request.path.endswith(path)]
 
 
 @contextmanager
-def scripted_endpoint(script: Script) -> Iterator[Endpoint]:
+def scripted_endpoint(script: Script) -> Iterator[ScriptedEndpoint]:
     """Serve `script` at a free port of 127.0.0.1 for both APIs, also streamed."""
-    endpoint = Endpoint()
+    endpoint = ScriptedEndpoint()
     started, stop = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
-        endpoint.requests.append(Request(request.path, dict(request.headers), body))
+        endpoint.requests.append(ReceivedRequest(request.path, dict(request.headers), body))
         if request.path.endswith("/models"):
             return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
         if request.path.endswith("count_tokens"):

@@ -16,14 +16,14 @@ from megatron_dapo.agents.interface import AgentTask
 from megatron_dapo.envs.environment import Task
 from megatron_dapo.rewards.code.reward import code_tests
 from tests.agents.environments import EXAMPLES, PROGRAMS, python_of, run_program, task_of
-from tests.agents.scripted_endpoint import Endpoint, call, calls, scripted_endpoint
+from tests.agents.scripted_endpoint import ScriptedEndpoint, call, calls, scripted_endpoint
 
 pytestmark = pytest.mark.e2e
 
 CALCULATOR = str(EXAMPLES / "openai_agents_calculator.py")
 
 
-async def play(endpoint: Endpoint, *products: str) -> list:
+async def play(endpoint: ScriptedEndpoint, *products: str) -> list:
     """Play one trajectory for each product, all at once, in one program."""
     python = str(python_of("openai_agents"))
     model = SimpleNamespace(base_url=f"{endpoint.url}/t/KEY/v1", key="KEY")

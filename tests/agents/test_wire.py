@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.agents.environments import EXAMPLES, PROGRAMS, run_program, task_of
-from tests.agents.scripted_endpoint import Endpoint, call, calls, scripted_endpoint
+from tests.agents.scripted_endpoint import ScriptedEndpoint, call, calls, scripted_endpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -13,7 +13,7 @@ TWO_CALLS = calls(("calculator", {"expression": "12*34"}), ("calculator", {"expr
 THOUGHT = {"reasoning_content": "hmm"}
 
 
-def play(name, program, script, folder, **extra) -> tuple[Endpoint, dict]:
+def play(name, program, script, folder, **extra) -> tuple[ScriptedEndpoint, dict]:
     with scripted_endpoint(script) as endpoint:
         result = run_program(name, program, endpoint.url, task_of("12*34?", "408", **extra), folder)
     return endpoint, result
