@@ -1,6 +1,7 @@
 """Tools for the calculator example's model, which knows 61 characters: its chat template and parser.
 
-A call is "(12*34)", its result "=408;", as in the texts that the model was trained on.
+A call is "(12*34)", its result "=408;", as in the texts that the model was trained on. The names of
+the tools stand before the question: "A12*34?".
 """
 
 import re
@@ -13,6 +14,7 @@ from examples.calculator.pretrain import BASE
 from examples.character_model import EOS
 
 TEMPLATE = (
+    "{%- for tool in tools or [] -%}{{ tool.function.name }}{%- endfor -%}"
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
     "{%- for call in message.tool_calls or [] -%}"

@@ -4,8 +4,7 @@
         "{result_file}"]  agent.sandbox=true  reward.function=code_tests
 
 Its interpreter is that of requirements/agents/mini_swe_agent.txt (`make setup-agents`), its prompts
-are those of examples/agents/repairs.py. The model's address and key are in OPENAI_BASE_URL and
-OPENAI_API_KEY.
+are those of examples/agents/repairs.py.
 """
 
 import json
@@ -41,15 +40,15 @@ def unpack(message: str, folder: Path) -> str:
     return issue.strip()
 
 
-def repair(messages: list[dict], folder: Path) -> str:
+def repair(messages: list[dict], endpoint: dict, folder: Path) -> str:
     """Let the agent work in the folder; return how it ended."""
     issue = unpack(messages[-1]["content"], folder)
     settings = yaml.safe_load((builtin_config_dir / "mini.yaml").read_text())
     templates = {key: settings["agent"][key] for key in ("system_template", "instance_template")}
     if messages[0]["role"] == "system":  # shorter than mini-swe-agent's own
         templates = {"system_template": messages[0]["content"], "instance_template": "{{task}}"}
-    endpoint = {"api_base": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
-    model = LitellmModel(model_name="openai/policy", **settings["model"] | {"model_kwargs": endpoint})
+    address = {"api_base": endpoint["base_url"], "api_key": endpoint["key"]}
+    model = LitellmModel(model_name=f"openai/{endpoint['name']}", **settings["model"] | {"model_kwargs": address})
     environment = LocalEnvironment(cwd=str(folder), env=settings["environment"]["env"], timeout=COMMAND_S)
     agent = DefaultAgent(model, environment, step_limit=STEP_LIMIT, **templates)
     try:
@@ -59,9 +58,9 @@ def repair(messages: list[dict], folder: Path) -> str:
 
 
 def main(task_file: str, result_file: str) -> None:
-    messages = json.loads(Path(task_file).read_text())["messages"]
+    task = json.loads(Path(task_file).read_text())
     with tempfile.TemporaryDirectory() as folder:
-        status = repair(messages, Path(folder))
+        status = repair(task["messages"], task["model"], Path(folder))
         module = Path(folder) / MODULE
         text = module.read_text(errors="replace")[:MAX_ANSWER_CHARS] if module.is_file() else ""
     result = {"answer": f"```python\n{text}\n```", "metrics": {"submitted": float(status == "Submitted")}}

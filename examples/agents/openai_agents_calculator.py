@@ -4,15 +4,12 @@ It runs with the interpreter of requirements/agents/openai_agents.txt (`make set
 arguments for many trajectories at once (examples/agents/program.py), or as a rollout's command,
 
     openai_agents_calculator.py TASK_FILE RESULT_FILE
-
-with the model's address and key in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 import ast
 import asyncio
 import json
 import operator
-import os
 import sys
 
 from agents import (
@@ -38,7 +35,7 @@ def value(node: ast.AST) -> int:
     raise ValueError("only integers, + - and * are understood")
 
 
-@function_tool
+@function_tool(name_override="A")  # a short name, for a model of characters
 def calculator(expression: str) -> str:
     """Evaluate an expression of integers, + - and *."""
     try:
@@ -47,10 +44,10 @@ def calculator(expression: str) -> str:
         return f"error: {error}"
 
 
-async def play(client: AsyncOpenAI, task: dict, base_url: str, key: str) -> dict:
-    """Play one trajectory; return its outcome."""
-    model = OpenAIChatCompletionsModel("policy", client.with_options(base_url=base_url, api_key=key))
-    agent = Agent("calculator", model=model, tools=[calculator])
+async def play(client: AsyncOpenAI, task: dict, model: dict) -> dict:
+    """Play one trajectory with the model at an address, by a key and a name; return its outcome."""
+    own = client.with_options(base_url=model["base_url"], api_key=model["key"])
+    agent = Agent("calculator", model=OpenAIChatCompletionsModel(model["name"], own), tools=[calculator])
     try:
         answer = str((await Runner.run(agent, task["messages"], max_turns=MAX_TURNS)).final_output)
     except MaxTurnsExceeded:
@@ -86,8 +83,7 @@ async def play_many() -> None:
 def main(task_file: str, result_file: str) -> None:
     with open(task_file) as file:
         task = json.load(file)
-    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    outcome = asyncio.run(play(AsyncOpenAI(), task, base_url, key))
+    outcome = asyncio.run(play(AsyncOpenAI(), task, task["model"]))
     with open(result_file, "w") as file:
         json.dump(outcome, file)
 

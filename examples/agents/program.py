@@ -5,13 +5,14 @@
     agent.kwargs.program=examples/agents/openai_agents_calculator.py
 
 A worker starts the program once, for all its trajectories: heavy imports cost nothing then. The
-program reads a line {"id", "task", "base_url", "key"} per trajectory from stdin and answers each by a
+program reads a line {"id", "task", "model"} per trajectory from stdin and answers each by a
 line {"id", "reward", ...} of an outcome, in any order, to stdout; {"cancel": id} ends one. It ends
 with its stdin.
 """
 
 import asyncio
 import json
+import os
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,7 +36,10 @@ class Program:
 
     @classmethod
     async def start(cls, python: str, program: str) -> "Program":
-        return cls(await asyncio.create_subprocess_exec(python, program, stdin=PIPE, stdout=PIPE, limit=MAX_LINE_BYTES))
+        """Start a program; it must not look for packages where this process does."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        pipes = {"stdin": PIPE, "stdout": PIPE, "limit": MAX_LINE_BYTES}
+        return cls(await asyncio.create_subprocess_exec(python, program, env=environment, **pipes))
 
     @property
     def has_ended(self) -> bool:
@@ -87,5 +91,6 @@ async def rollout(task: AgentTask, model: Endpoint, *, python: str, program: str
     async with _starting:
         if key not in _programs or _programs[key].has_ended:
             _programs[key] = await Program.start(*key)
-    answer = await _programs[key].ask({"task": asdict(task), "base_url": model.base_url, "key": model.key})
+    endpoint = {"base_url": model.base_url, "key": model.key, "name": model.name}
+    answer = await _programs[key].ask({"task": asdict(task), "model": endpoint})
     return Outcome(**answer)

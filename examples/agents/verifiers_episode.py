@@ -8,8 +8,6 @@ environment's package. The row's extra_info has `env`, as verifiers' own configs
 the task in its taskset. These make rows:
 
     verifiers_episode.py --rows '{"taskset": {"id": "gsm8k-v1"}, "agent": {"runtime": {"type": "subprocess"}}}' 1000
-
-The model's address and key are in OPENAI_BASE_URL and OPENAI_API_KEY.
 """
 
 import asyncio
@@ -49,8 +47,10 @@ async def episode(task: dict) -> dict:
     extra = task["extra_info"]
     env = load_environment(resolve_env_config(extra["env"]))
     chosen = next(itertools.islice(iter(env.taskset), extra["idx"], None))
-    client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
-    context = ModelContext(client=client, model="policy", sampling=SamplingConfig(**extra.get("sampling", {})))
+    client = EvalClientConfig(base_url=task["model"]["base_url"], api_key_var="OPENAI_API_KEY")
+    context = ModelContext(
+        client=client, model=task["model"]["name"], sampling=SamplingConfig(**extra.get("sampling", {}))
+    )
     async with env.serving():
         played = await env.run_slot(RunSlot(chosen), context)
     errors = [error.message for source in (played, *played.traces) for error in source.errors]

@@ -28,7 +28,8 @@ def task_of(content: str, truth: str = "", **extra: object) -> dict:
 def run_program(name: str, program: Path, url: str, task: dict, folder: Path, **variables: str) -> dict:
     """Run a program as a rollout's command would be, with a scripted endpoint; return its result."""
     task_file, result_file = folder / "task.json", folder / "result.json"
-    task_file.write_text(json.dumps(task))
+    model = {"name": "policy", "base_url": f"{url}/t/KEY/v1", "key": "KEY"}
+    task_file.write_text(json.dumps(task | {"model": model}))
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),

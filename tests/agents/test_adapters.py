@@ -26,7 +26,7 @@ CALCULATOR = str(EXAMPLES / "openai_agents_calculator.py")
 async def play(endpoint: ScriptedEndpoint, *products: str) -> list:
     """Play one trajectory for each product, all at once, in one program."""
     python = str(python_of("openai_agents"))
-    model = SimpleNamespace(base_url=f"{endpoint.url}/t/KEY/v1", key="KEY")
+    model = SimpleNamespace(base_url=f"{endpoint.url}/t/KEY/v1", key="KEY", name="policy")
     tasks = [AgentTask(p, [{"role": "user", "content": p}], "calculator", str(eval(p[:-1]))) for p in products]
     playing = (program_room.rollout(task, model, python=python, program=CALCULATOR) for task in tasks)
     return await asyncio.gather(*playing, return_exceptions=True)
@@ -36,7 +36,7 @@ def calculates(number: int, body: dict) -> dict:
     last = body["messages"][-1]
     if last["role"] == "tool":
         return {"content": last["content"]}
-    return call("calculator", expression=last["content"].removesuffix("?"))
+    return call("A", expression=last["content"].removesuffix("?"))
 
 
 async def ended(playing: Coroutine) -> Any:

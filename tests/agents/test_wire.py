@@ -9,7 +9,6 @@ from tests.agents.scripted_endpoint import ScriptedEndpoint, call, calls, script
 
 pytestmark = pytest.mark.e2e
 
-TWO_CALLS = calls(("calculator", {"expression": "12*34"}), ("calculator", {"expression": "1+1"}))
 THOUGHT = {"reasoning_content": "hmm"}
 
 
@@ -20,8 +19,13 @@ def play(name, program, script, folder, **extra) -> tuple[ScriptedEndpoint, dict
 
 
 def then_answer(number: int, body: dict) -> dict:
+    """Call the first tool twice, then answer."""
     asked = "tool" in [message["role"] for message in body["messages"]] or len(body["messages"]) > 2
-    return ({"content": "408"} if asked else TWO_CALLS) | THOUGHT
+    if asked:
+        return {"content": "408"} | THOUGHT
+    (tool, *_) = body["tools"]
+    name = tool.get("function", tool)["name"]  # in OpenAI's form, or Anthropic's
+    return calls((name, {"expression": "12*34"}), (name, {"expression": "1+1"})) | THOUGHT
 
 
 CLIENTS = {

@@ -13,7 +13,7 @@ from examples.character_model import EOS
 
 pytestmark = pytest.mark.unit
 
-TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+TOOLS = [{"type": "function", "function": {"name": "A", "parameters": {}}}]
 
 
 def test_the_chat_template_writes_what_the_model_was_trained_on(tmp_path, monkeypatch):
@@ -22,7 +22,7 @@ def test_the_chat_template_writes_what_the_model_was_trained_on(tmp_path, monkey
     problem = Product(12, 34)
     (_, call), (_, result), (_, answer) = computed(problem)
     text, [(name, arguments)] = calls(call, TOOLS)
-    assert (text, name, arguments) == ("", "calculator", {"expression": "12*34"})
+    assert (text, name, arguments) == ("", "A", {"expression": "12*34"})
     messages = [
         {"role": "user", "content": problem.prompt},
         {
@@ -34,7 +34,7 @@ def test_the_chat_template_writes_what_the_model_was_trained_on(tmp_path, monkey
         {"role": "assistant", "content": answer},
     ]
     rendered = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
-    assert rendered == f"{problem.prompt}{call}{EOS}{result}{answer}{EOS}"
+    assert rendered == f"A{problem.prompt}{call}{EOS}{result}{answer}{EOS}"
 
 
 @pytest.mark.parametrize("text", ["408", "", "(", "()", "((", "hm well"])

@@ -26,7 +26,7 @@ def main(task_file: str, result_file: str) -> None:
         task = json.load(file)
     mode = task["extra_info"].get("mode", "tools")
     client, messages = Anthropic(), list(task["messages"])
-    fields = {"model": "policy", "max_tokens": 12, "tools": TOOLS, "system": "Be brief."}
+    fields = {"model": task["model"]["name"], "max_tokens": 12, "tools": TOOLS, "system": "Be brief."}
     counted = client.messages.count_tokens(
         **{key: value for key, value in fields.items() if key != "max_tokens"}, messages=messages
     )

@@ -29,25 +29,23 @@ def main(task_file: str, result_file: str) -> None:
         task = json.load(file)
     mode = task["extra_info"].get("mode", "tools")
     turns = task["extra_info"].get("turns", 3)
-    client, messages = OpenAI(), list(task["messages"])
+    client, name, messages = OpenAI(), task["model"]["name"], list(task["messages"])
     for turn in range(turns):
         if mode == "stream":
-            with client.chat.completions.stream(
-                model="policy", messages=messages, tools=TOOLS, max_tokens=12
-            ) as stream:
+            with client.chat.completions.stream(model=name, messages=messages, tools=TOOLS, max_tokens=12) as stream:
                 completion = stream.get_final_completion()
         elif mode == "choices":
-            completion = client.chat.completions.create(model="policy", messages=messages, n=2, max_tokens=12)
+            completion = client.chat.completions.create(model=name, messages=messages, n=2, max_tokens=12)
         elif mode == "stop":
-            completion = client.chat.completions.create(model="policy", messages=messages, stop=["a"], max_tokens=12)
+            completion = client.chat.completions.create(model=name, messages=messages, stop=["a"], max_tokens=12)
         elif mode == "compacted" and turn == turns - 2:
             summary = client.chat.completions.create(
-                model="policy", messages=[*messages, {"role": "user", "content": "Summarize."}], max_tokens=12
+                model=name, messages=[*messages, {"role": "user", "content": "Summarize."}], max_tokens=12
             )
             messages = [task["messages"][0], {"role": "user", "content": summary.choices[0].message.content or "none"}]
             continue
         else:
-            completion = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS, max_tokens=12)
+            completion = client.chat.completions.create(model=name, messages=messages, tools=TOOLS, max_tokens=12)
         message = completion.choices[-1].message
         messages.append(message.model_dump(exclude_none=True) if mode == "stream" else message)
         results = [

@@ -4,7 +4,6 @@ smolagents_code.py TASK_FILE RESULT_FILE; the row's extra_info.mode chooses.
 """
 
 import json
-import os
 import sys
 
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
@@ -26,8 +25,8 @@ def main(task_file: str, result_file: str) -> None:
         task = json.load(file)
     turns = task["extra_info"].get("turns", 3)
     kind = ToolCallingAgent if task["extra_info"].get("mode") == "tools" else CodeAgent
-    base, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
-    model = OpenAIModel("policy", api_base=base, api_key=key, max_tokens=16)
+    endpoint = task["model"]
+    model = OpenAIModel(endpoint["name"], api_base=endpoint["base_url"], api_key=endpoint["key"], max_tokens=16)
     agent = kind([calculator], model, max_steps=turns, verbosity_level=0)
     if prompt := task["extra_info"].get("system"):
         agent.prompt_templates["system_prompt"] = prompt
