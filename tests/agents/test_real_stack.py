@@ -19,13 +19,14 @@ from megatron_dapo.storage.run_folder import RunFolder
 from tests.agents.environments import EXAMPLES, PROGRAMS, python_of
 from tests.forked_local import run_here
 from tests.helpers import REPOSITORY
+from tests.proofs import amount
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
 
 VOCABULARY = 1024
 MAX_PROMPT, MAX_RESPONSE, MAX_TURN = 2000, 700, 12
-NUM_SAMPLES = 4  # per prompt
+NUM_SAMPLES = amount(2, 8)  # per prompt
 SPECIAL = ["<pad>", "<|im_end|>", "<unk>", "<|im_start|>"]  # the second is tiny_models' end
 TEMPLATE = """\
 {%- if tools -%}<|im_start|>system
@@ -137,9 +138,10 @@ def run_clients(folder: Path, clients: dict, *overrides: str) -> RunFolder:
         f"{rollout}.agent.max_turns=20",
         f"{rollout}.agent.max_open=8",
         f"{rollout}.agent.timeout_s=300",
+        f"{rollout}.agent.num_workers=4",
+        f"{rollout}.step_timeout_s=500",
         "algorithm.dynamic_sampling.enable=false",
         "trainer.total_training_steps=1",
-        "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         "trainer.dump_batches=true",
         f"trainer.run_dir={folder}/run",

@@ -6,7 +6,7 @@ openai_chat.py TASK_FILE RESULT_FILE; the row's extra_info.mode chooses.
 import json
 import sys
 
-from openai import OpenAI
+from openai import LengthFinishReasonError, OpenAI
 
 TOOLS = [
     {
@@ -33,7 +33,10 @@ def main(task_file: str, result_file: str) -> None:
     for turn in range(turns):
         if mode == "stream":
             with client.chat.completions.stream(model=name, messages=messages, tools=TOOLS, max_tokens=12) as stream:
-                completion = stream.get_final_completion()
+                try:
+                    completion = stream.get_final_completion()
+                except LengthFinishReasonError as error:  # of this helper alone
+                    completion = error.completion
         elif mode == "choices":
             completion = client.chat.completions.create(model=name, messages=messages, n=2, max_tokens=12)
         elif mode == "stop":
