@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-PIN = re.compile(r'(?P<name>[a-z0-9-]+)==(?P<version>[^ ;]+)( ; python_version == "(?P<python>3\.1[12])")?')
+PIN = re.compile(r'(?P<name>[a-z0-9.-]+)==(?P<version>[^ ;]+)( ; python_version == "(?P<python>3\.1[12])")?')
 
 
 def pins(platform: str, python: str) -> dict[str, str]:
@@ -42,8 +42,11 @@ def direct(platform: str) -> set[str]:
     return {re.split(r"[=;\s\[]", line)[0] for line in lines}
 
 
+AGENTS = [f"agents/{path.stem}" for path in sorted((ROOT / "requirements" / "agents").glob("*.in"))]
+
+
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", *AGENTS])
 def test_the_lock_pins_everything_for_both_pythons(platform, python):
     assert direct(platform) <= pins(platform, python).keys()
     assert "apex" not in pins(platform, python), "the PyPI project of this name is not NVIDIA's apex"
@@ -276,3 +279,24 @@ def test_where_slurm_or_a_browser_cannot_be_installed_a_sentence_says_why(tmp_pa
         ["/bin/sh", ROOT / "requirements" / f"{what}.sh"], env={"PATH": str(tmp_path)}, text=True, capture_output=True
     )
     assert done.returncode == 2 and done.stderr.startswith(f"setup-{what}: {sentence}") and done.stderr.count("\n") == 1
+
+
+def test_an_agents_environment_is_made_again_only_for_another_lock(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "requirements")
+    agents = load(ROOT / "requirements" / "agents.py")
+    made = []
+
+    def run(title: str, command: list) -> None:
+        made.append(title)
+        (tmp_path / "home" / "harness").mkdir(parents=True, exist_ok=True)
+
+    monkeypatch.setattr(agents, "LOCKS", tmp_path)
+    monkeypatch.setattr(agents, "HOME", tmp_path / "home")
+    monkeypatch.setattr(agents.install, "ROOT", tmp_path)
+    monkeypatch.setattr(agents.install, "run", run)
+    lock = tmp_path / "harness.txt"
+    for text, names in (("a==1\n", []), ("a==1\n", ["harness"]), ("a==2\n", [])):
+        lock.write_text(text)
+        assert agents.main(names) == 0
+    assert len(made) == 2 * 3  # a new folder, the lock, a check; twice
+    assert agents.main(["other"]) == 2
