@@ -20,12 +20,14 @@ os.environ |= {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
 
+import litellm  # noqa: E402
 import yaml  # noqa: E402
 from minisweagent.agents.default import DefaultAgent  # noqa: E402
 from minisweagent.config import builtin_config_dir  # noqa: E402
 from minisweagent.environments.local import LocalEnvironment  # noqa: E402
 from minisweagent.models.litellm_model import LitellmModel  # noqa: E402
 
+litellm.suppress_debug_info = True
 STEP_LIMIT = 12
 COMMAND_S = 20
 MAX_ANSWER_CHARS = 100_000

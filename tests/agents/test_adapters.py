@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import time
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,7 @@ def test_an_environment_of_openenv_plays_through_its_own_server():
     async def play(number: int, *turns: str) -> list:
         environment = OpenEnv(f"ws://127.0.0.1:{port}/ws", action="number", shown="text")
         seen = [await environment.reset(Task("", "openenv", "", {"reset": {"number": number}}))]
+        time.sleep(1)  # a model that writes: some of the server's pings, and no call of the environment
         seen += [await environment.step(turn) for turn in turns]
         await environment.close()
         return seen

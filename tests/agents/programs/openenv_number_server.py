@@ -5,6 +5,8 @@ import socket
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
+PING_S = 0.2  # an unanswered one closes the connection
+
 
 class Guess(Action):
     number: str
@@ -35,4 +37,5 @@ if __name__ == "__main__":
     app = create_fastapi_app(Numbers, Guess, Hint, max_concurrent_envs=8)
     listening = socket.create_server(("127.0.0.1", 0))
     print(listening.getsockname()[1], flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+    config = uvicorn.Config(app, log_level="error", ws_ping_interval=PING_S, ws_ping_timeout=PING_S)
+    uvicorn.Server(config).run(sockets=[listening])
