@@ -115,7 +115,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     scored = shard.mini_batches
     result = {"num_micro_batches": [len(mini) for mini in scored]}
     result["estimates"] = estimates_by_sample(scored, layout)
-    result["dump"] = dumped(config, layout, groups, scored)
+    result["dump"] = dumped(config, layout, groups, shard)
     with first_step_recorded(policy, result):
         result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     source = policy.weight_source()
@@ -177,14 +177,12 @@ def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLa
     return estimates
 
 
-def dumped(
-    config: Config, layout: ParallelLayout, groups: list[Group] | None, mini_batches: list[list[MicroBatch]]
-) -> dict | None:
+def dumped(config: Config, layout: ParallelLayout, groups: list[Group] | None, shard: StepShard) -> dict | None:
     """Rank 0's records of the first groups' tokens; None with `dump_samples` 0,
     and on the others."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder)).create()
-        TokenDumps(config, layout, run).write(1, groups, mini_batches)
+        TokenDumps(config, layout, run).write(1, groups, shard)
         dump = TokenDump.read(run.rollout_tokens(1))
     return dump and {name: torch.from_numpy(value) for name, value in vars(dump).items() if name != "texts"}
 

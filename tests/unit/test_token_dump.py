@@ -13,6 +13,7 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.data.token_dump import TokenDump, TokenTexts
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.training.distribute import StepShard
 from megatron_dapo.training.token_dumps import TokenDumps
 from tests.synthetic import synthetic_groups
 
@@ -56,7 +57,8 @@ def written(folder, groups, mini_batches, num_groups: int = 2) -> TokenDump | No
     keys = [f"actor_rollout_ref.rollout.dump_samples={num_groups}", "actor_rollout_ref.rollout.n=2"]
     config = load_config(None, [f"actor_rollout_ref.model.path={BASE}", *keys])
     run = RunFolder(folder)
-    TokenDumps(config, OneRank(), run).write(1, groups, mini_batches)
+    num_shown = sum(len(sample.branches) for group in groups[:num_groups] for sample in group.samples)
+    TokenDumps(config, OneRank(), run).write(1, groups, StepShard(mini_batches, {}, num_shown=num_shown))
     return TokenDump.read(run.rollout_tokens(1))
 
 
