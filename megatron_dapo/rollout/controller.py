@@ -45,7 +45,7 @@ from megatron_dapo.rollout.deadlines import until_set, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.held_out_evaluation import Validation
-from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
+from megatron_dapo.rollout.step_metrics import restart_metrics, row_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates, require_weight_form
@@ -184,6 +184,8 @@ class Controller:
         }
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
+        if self._rollout.agent.enable:
+            metrics |= row_metrics(result.groups)
         return metrics
 
     async def begin_evaluation(self, step: int, weight_version: int) -> None:
