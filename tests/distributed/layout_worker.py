@@ -51,7 +51,7 @@ from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import ActorAsReference, Reference
 from megatron_dapo.training.token_dumps import TokenDumps
 from tests.distributed.process_groups import leave
-from tests.synthetic import synthetic_groups, with_experts, with_older, with_replayed
+from tests.synthetic import synthetic_groups, with_branches, with_experts, with_older, with_replayed
 
 COMMON = [
     "data.train_batch_size=8",
@@ -101,6 +101,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         groups = with_older(groups)
     if groups and replays_servers_experts(config):
         groups = with_experts(groups, RouterShape.of(policy.model.spec))
+    if groups and config.actor_rollout_ref.rollout.agent.enable:
+        groups = with_branches(groups)
     shard = StepDistributor(config, layout, policy.model.spec, policy.model.routed_layers)(0, groups)
     scored = shard.mini_batches
     if needs_reference(config):
