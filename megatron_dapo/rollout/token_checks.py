@@ -35,9 +35,10 @@ def find_sample_fault(sample: Sample, vocab_size: int) -> str | None:
     arrays."""
     if not all(type(reward) in (float, int) and math.isfinite(reward) for reward in (sample.reward, sample.raw_reward)):
         return f"has the reward {sample.reward}, before shaping {sample.raw_reward}"
-    faults = [_branch_fault(branch, vocab_size) for branch in sample.branches]
-    places = [f" (branch {number} of {len(faults)})" if sample.others else "" for number in range(1, len(faults) + 1)]
-    return next((f"{fault}{place}" for fault, place in zip(faults, places, strict=True) if fault), None)
+    for number, branch in enumerate(sample.branches, 1):
+        if fault := _branch_fault(branch, vocab_size):
+            return f"{fault} (branch {number} of {len(sample.branches)})" if sample.others else fault
+    return None
 
 
 def _branch_fault(branch: Branch, vocab_size: int) -> str | None:

@@ -130,10 +130,10 @@ def _per_group(
         for batch in _batches(shard):
             kl_of_row.update(_kl_by_row(batch, config.algorithm.kl_penalty))
     kl_of_row = {row: kl for part in layout.gather(kl_of_row) for row, kl in part.items()}
-    kl_of_sample = {
-        first: tuple(map(sum, zip(*(kl_of_row[row] for row in earned.by_row(first, 0.0)), strict=True)))
-        for first, earned in shard.rewards.items()
-    }
+    kl_of_sample: dict[int, tuple[float, float]] = {}
+    for first, earned in shard.rewards.items():
+        of_rows = [kl_of_row[first + place] for place in range(len(earned.factors))]
+        kl_of_sample[first] = sum(kl for kl, _ in of_rows), sum(tokens for _, tokens in of_rows)
     penalised = {
         sample: earned._replace(reward=earned.reward - controller.value * kl_of_sample[sample][0])
         for sample, earned in shard.rewards.items()

@@ -54,11 +54,10 @@ class TokenDumps:
         if groups is None:
             return
         values = {sample: known for part in parts for sample, known in from_flat_pickle(part).items()}
-        samples = (sample for group in groups[: self._num_groups] for sample in group.samples)
+        shown = groups[: self._num_groups]
+        branches = [branch for group in shown for sample in group.samples for branch in sample.branches]
         try:
-            self._dump([branch for sample in samples for branch in sample.branches], values).write(
-                self._run.rollout_tokens(step)
-            )
+            self._dump(branches, values).write(self._run.rollout_tokens(step))
         except OSError as error:  # a dump for people must not end the run
             log.warning("the tokens of step %d cannot be written (%s)", step, error)
 

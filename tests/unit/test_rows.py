@@ -20,6 +20,7 @@ from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.data.batching import TrainSample, assemble, mini_batches, sample_rewards
+from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.packing import collate
 from megatron_dapo.data.samples import Branch, Group, Prompt, RolloutBatch, Sample, drop_experts
 from megatron_dapo.queue.group_queue import staleness
@@ -82,6 +83,7 @@ def test_files_and_states_hold_every_branch(tmp_path, three_rows):
     plain = from_bytes(to_bytes(group_to_plain(three_rows)))
     assert group_from_plain(plain) == three_rows
     assert draw_from_plain(from_bytes(to_bytes(draw_to_plain(three_rows)))) == three_rows
+    assert from_flat_pickle(flat_pickle(three_rows)) == three_rows
     batch = RolloutBatch((three_rows,), {})
     write_batch(tmp_path, 1, batch)
     assert read_batch(tmp_path, 1) == batch
