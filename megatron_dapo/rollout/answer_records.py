@@ -12,6 +12,9 @@ import numpy as np
 from megatron_dapo.data.samples import Branch, Group, Sample
 from megatron_dapo.data.tokenizer import Tokenizer
 
+# of the prompts of further branches: each may begin with all turns before it
+_SHOWN_TOKENS = 2048
+
 
 def with_texts(groups: tuple[Group, ...], num_shown: int, tokenizer: Tokenizer) -> tuple[Group, ...]:
     """Return the groups, the first ones with the texts of their responses."""
@@ -72,12 +75,12 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
         "weight_versions": np.unique(np.concatenate([each.weight_versions for each in sample.branches])).tolist(),
     }
     if sample.others:
-        branches = [_branch(branch, tokenizer) for branch in sample.branches]
-        record |= {"num_turns": sample.num_turns, "branches": branches}
+        others = [_branch(branch, tokenizer, _SHOWN_TOKENS) for branch in sample.others]
+        record |= {"num_turns": sample.num_turns, "branches": [_branch(sample, tokenizer, None), *others]}
     else:
         # an environment's first words joined it
         if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):
-            record["prompt"] = _prompt_text(sample, tokenizer)
+            record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
         if 0 in sample.loss_mask or sample.num_turns != 1:
             record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
     if sample.exp_mask:
@@ -87,16 +90,14 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
     return record
 
 
-def _branch(branch: Branch, tokenizer: Tokenizer) -> dict:
+def _branch(branch: Branch, tokenizer: Tokenizer, num_shown: int | None) -> dict:
+    """Return a branch with the last num_shown tokens of its prompt, or all of them."""
+    shown = branch.prompt_tokens[-num_shown:] if num_shown else branch.prompt_tokens
     return {
         "num_tokens": len(branch.response_tokens),
-        "prompt": _prompt_text(branch, tokenizer),
+        "prompt": tokenizer.decode(shown, skip_special_tokens=False),
         "turns": turns(branch, tokenizer),
     }
-
-
-def _prompt_text(branch: Branch, tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(branch.prompt_tokens, skip_special_tokens=False)
 
 
 def turns(branch: Branch, tokenizer: Tokenizer) -> list[dict]:

@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from megatron_dapo.data.samples import Branch, Group, Prompt, RolloutBatch, Samp
 from megatron_dapo.queue.group_queue import staleness
 from megatron_dapo.queue.plain_data import draw_from_plain, draw_to_plain, group_from_plain, group_to_plain
 from megatron_dapo.queue.step_statistics import RolloutStep, StepStatistics
+from megatron_dapo.rollout.answer_records import group_record
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.batch_replay import BatchReplay
 from megatron_dapo.rollout.step_metrics import row_metrics, step_metrics
@@ -139,6 +141,15 @@ def test_the_experts_of_all_branches_are_let_go(three_rows):
     assert not any(
         np.shares_memory(a.loss_mask, b.loss_mask) for a, b in zip(kept.branches, alone.branches, strict=True)
     )
+
+
+def test_people_see_the_first_prompt_whole_and_the_ends_of_the_others(three_rows):
+    """The prompts of many turns, each with all turns before it, would take most of a file."""
+    long = replace(three_rows.samples[0], **branch([1], prompt=5000), others=(Branch(**branch([1], prompt=5000)),))
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: " ".join(str(int(token)) for token in tokens))
+    shown = group_record(1, replace(three_rows, samples=(long,)), tokenizer)["responses"][0]["branches"]
+    assert [one["prompt"].split()[0] for one in shown] == ["1", "2953"]
+    assert [len(one["prompt"].split()) for one in shown] == [5000, 2048]
 
 
 # ------------------------------------------------------------------------------- advantages
