@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dapo.agents.prompt_writer import AnswerText
+from megatron_dapo.agents.conversation import AnswerText
 from megatron_dapo.common.import_path import import_attribute
 
 Parse = Callable[[str, dict], Awaitable[Any]]
@@ -40,38 +40,22 @@ class AssistantMessage:
 
     content: str
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    is_ill_formed: bool = False  # a call was lost: the content is the raw text
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or None}
-        if not self.tool_calls:
-            message["content"] = self.content
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        return message | ({"tool_calls": self.tool_calls} if self.tool_calls else {})
+    tool_calls: list[tuple[str, str]] = field(default_factory=list)  # (name, arguments as JSON text)
+    is_ill_formed: bool = False  # a call was lost: the content has it as text
 
 
 def load_parser(key: str, name: str | None) -> Parser:
-    """Return SGLang's name of a parser, or the function of an import path. Raises UserError."""
-    if name is None or ":" not in name:
-        return name
-    return import_attribute(key, name, "package.module:function")
+    """Return the function of an import path, or SGLang's name as it is. Raises UserError."""
+    return import_attribute(key, name, "package.module:function") if name and ":" in name else name
 
 
 async def parsed(
-    text: AnswerText,
-    tools: Sequence[dict[str, Any]] | None,
-    parse: Parse,
-    tool_parser: Parser,
-    reasoning_parser: Parser,
-    node: int,
+    text: AnswerText, tools: Sequence[dict] | None, parse: Parse, tool_parser: Parser, reasoning_parser: Parser
 ) -> AssistantMessage:
     """Return the message of an answer.
 
-    A text that a parser refuses, or loses a call of, stays whole and is ill-formed. Errors of
-    `parse` other than ValueError are passed on.
+    A text that a parser refuses, or loses a call of, is ill-formed. Errors of `parse` other than
+    ValueError are passed on.
 
     Args:
         text: the answer's.
@@ -79,7 +63,6 @@ async def parsed(
         parse: asks a server.
         tool_parser: reads calls; None: no call is read.
         reasoning_parser: reads thoughts; None: they stay in the content.
-        node: the answer's number, in the ids of its calls.
     """
     reads_calls = bool(tools) and tool_parser is not None
     if not reads_calls and reasoning_parser is None:
@@ -95,69 +78,48 @@ async def parsed(
         if not reads_calls:
             return AssistantMessage(rest, reasoning)
         content, calls = await _calls(rest, tools, parse, tool_parser)
-        _check_calls(whole, reasoning, calls, tool_parser)
-        if not calls and content != rest:
-            raise ValueError("text was lost")
-    except ValueError:
-        if is_harmony:  # its parser of thoughts loses calls
-            reasoning, rest = "", text.words
-        return AssistantMessage(rest, reasoning, is_ill_formed=True)
-    numbered = [
-        {"id": f"call_{node}_{place}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for place, (name, arguments) in enumerate(calls)
-    ]
-    return AssistantMessage(content, reasoning, numbered)
+        _check(whole, reasoning, rest, content, calls, tool_parser)
+    except (ValueError, TypeError):  # the latter for another result of a user's parser
+        # the parser of harmony's thoughts loses calls
+        return AssistantMessage(text.words if is_harmony else rest, "" if is_harmony else reasoning, [], True)
+    return AssistantMessage(content, reasoning, calls)
 
 
 async def _thoughts(text: str, parse: Parse, parser: Parser) -> tuple[str, str]:
     """Return (thoughts, the other text)."""
     if isinstance(parser, str):
         reply = await parse("/separate_reasoning", {"text": text, "reasoning_parser": parser})
-        thoughts, rest = _field(reply, "reasoning_text") or "", _field(reply, "text") or ""
-    else:
-        thoughts, rest = _by_function(parser, text)
-    if not (isinstance(thoughts, str) and isinstance(rest, str)):
-        raise ValueError("thoughts and the other text must be texts")
-    return thoughts, rest
+        return reply["reasoning_text"] or "", reply["text"] or ""
+    thoughts, rest = _called(parser, text)
+    return str(thoughts), str(rest)
 
 
 async def _calls(text: str, tools: Any, parse: Parse, parser: Parser) -> tuple[str, list[tuple[str, str]]]:
     """Return (the other text, [(name, arguments as JSON text)])."""
-    if isinstance(parser, str):
-        if parser != _UNMARKED and parser in _MARKS and not any(mark in text for mark in _MARKS[parser]):
-            return text, []
-        fields = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        reply = await parse("/parse_function_call", fields)
-        rest = _field(reply, "normal_text") or ""
-        found = [(_field(call, "name"), _field(call, "parameters")) for call in _field(reply, "calls") or ()]
-    else:
-        rest, found = _by_function(parser, text, tools)
-    calls = [(name, text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)) for name, text in found]
-    if not isinstance(rest, str) or not all(isinstance(name, str) for name, _ in calls):
-        raise ValueError("a call must have a name")
-    return rest, calls
+    if not isinstance(parser, str):
+        rest, calls = _called(parser, text, tools)
+        return str(rest), [(str(name), words if isinstance(words, str) else json.dumps(words)) for name, words in calls]
+    if parser != _UNMARKED and parser in _MARKS and not any(mark in text for mark in _MARKS[parser]):
+        return text, []
+    fields = {"text": text, "tools": tools, "tool_call_parser": parser}
+    reply = await parse("/parse_function_call", fields)
+    # `tool_index` is the tool's place, not the call's
+    return reply["normal_text"] or "", [(call["name"], call["parameters"]) for call in reply["calls"]]
 
 
-def _check_calls(whole: str, reasoning: str, calls: list[tuple[str, str]], parser: Parser) -> None:
-    """Raise ValueError if there are fewer calls than marks of calls, or half a call."""
+def _check(whole: str, reasoning: str, rest: str, content: str, calls: list[tuple[str, str]], parser: Parser) -> None:
+    """Raise ValueError if there are fewer calls than marks of calls, half a call, or text is lost."""
     # a thought may mention a mark, and so may an argument
-    named = reasoning + "".join(arguments for _, arguments in calls)
+    mentions = reasoning + "".join(arguments for _, arguments in calls)
     marks = _MARKS.get(parser, ()) if isinstance(parser, str) else ()
-    counts = [whole.count(mark) - named.count(mark) for mark in marks]
-    if counts and (max(counts) > len(calls) or min(counts) < max(counts)):
+    counts = [whole.count(mark) - mentions.count(mark) for mark in marks] or [0]
+    if max(counts) > len(calls) or min(counts) < max(counts) or not calls and content != rest:
         raise ValueError("a call was lost")
 
 
-def _field(reply: Any, name: str) -> Any:
-    if not isinstance(reply, dict):
-        raise ValueError("a parser's reply must be an object")
-    return reply.get(name)
-
-
-def _by_function(function: Any, *arguments: Any) -> tuple[Any, Any]:
-    """Return the pair of a user's parser. Raises ValueError for all its errors."""
+def _called(function: Any, *arguments: Any) -> Any:
+    """Return the result of a user's parser. Raises ValueError for all its errors."""
     try:
-        first, second = function(*arguments)
+        return function(*arguments)
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return first, second

@@ -1,94 +1,71 @@
-"""Looks at a model's chat template once: the form of calls, and whether turns can be appended."""
+"""Looks at a model's chat template: the form of calls that it reads, and whether turns can be
+appended."""
 
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
-from megatron_dapo.data.chat_messages import Messages
-from megatron_dapo.data.chat_template import NONE, Variables
+from megatron_dapo.data.chat_template import Variables
 from megatron_dapo.data.tokenizer import ASSISTANT, Tokenizer
 
 _NAME, _KEY, _VALUE = "probe_tool", "probe_key", "probe-value"
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": _NAME,
-            "description": "probe",
-            "parameters": {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]},
-        },
-    }
-]
+_SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string"}}, "required": [_KEY]}
+_TOOLS = [{"type": "function", "function": {"name": _NAME, "description": "probe", "parameters": _SCHEMA}}]
 _ASKED = {"role": "user", "content": "asked"}
 
 
-@dataclass(frozen=True)
-class TemplateForm:
-    """The form of messages that a chat template reads."""
-
-    shows_tools: bool = False
-    shows_calls: bool = False
-    shows_results: bool = False
-    arguments_are_text: bool = False  # of calls; else objects
-    are_ids_short: bool = False  # 9 letters and digits
-
-
-def template_form(tokenizer: Tokenizer, variables: Variables = NONE) -> TemplateForm:
-    """Return the form by renderings of a probe, the first one that shows the arguments as they are."""
-    given = {**variables, "tools": _TOOLS}
-    shows_tools = _NAME in _rendered(tokenizer, [_ASKED], given)
-    for are_ids_short, arguments_are_text in product((False, True), repeat=2):
-        turn = _turn(arguments_are_text, are_ids_short)
-        (result,) = _results(turn, 1)
-        shown = _rendered(tokenizer, [_ASKED, turn, result], given)
+def arguments_are_text(tokenizer: Tokenizer, variables: Variables) -> bool | None:
+    """Return whether the template shows a call's arguments right as JSON text, and not as an
+    object; None if neither."""
+    for is_text in (False, True):
+        shown = _rendered(tokenizer, [_ASKED, _calling(is_text)], {**variables, "tools": _TOOLS})
         # neither as a text within JSON, nor as Python shows a dictionary
-        is_wrong = f'{_KEY}\\"' in shown or f"'{_KEY}'" in shown
-        if _VALUE in shown and not is_wrong:
-            return TemplateForm(shows_tools, True, result["content"] in shown, arguments_are_text, are_ids_short)
-    (result,) = _results(_turn(), 1)
-    plain = {"role": ASSISTANT, "content": _VALUE}
-    return TemplateForm(shows_tools, False, result["content"] in _rendered(tokenizer, [_ASKED, plain, result], given))
-
-
-def template_fault(tokenizer: Tokenizer, variables: Variables = NONE) -> str | None:
-    """Return why appended turns would not be those of the chat template, None if they are.
-
-    The text of tool results and of a user's message behind a turn, as `encode_turn` makes it, must
-    be the end of the template's own text of the whole conversation, and only the turn's own end may
-    stand between it and the turn's words.
-    """
-    form = template_form(tokenizer, variables)
-    calling = _turn(form.arguments_are_text, form.are_ids_short)
-    plain = {"role": ASSISTANT, "content": _VALUE}
-    results = _results(calling, 2)
-    given = {**variables, "tools": _TOOLS}
-    for named, turn, rest, needed in (
-        ("tool results", calling if form.shows_calls else plain, results, form.shows_results),
-        ("a user's message", plain, [{"role": "user", "content": "more"}], True),
-    ):
-        if needed and _is_other(tokenizer, turn, rest, given):
-            return f"the model's chat template shows {named} otherwise in a whole conversation than behind a turn"
+        if _VALUE in shown and f'{_KEY}\\"' not in shown and f"'{_KEY}'" not in shown:
+            return is_text
     return None
 
 
-def _is_other(tokenizer: Tokenizer, turn: dict[str, Any], rest: Messages, variables: Variables) -> bool:
+def template_fault(tokenizer: Tokenizer, variables: Variables) -> str | None:
+    """Return why appended turns would not be those of the chat template, None if they are.
+
+    The text of tool results and of a user's message behind a turn must be the end of the template's
+    text of a whole conversation, with only the turn's own end before it. Results are not looked at
+    if the template shows no calls: those of tools are refused then.
+    """
+    is_text = arguments_are_text(tokenizer, variables)
+    calling = _calling(bool(is_text))
+    results = [
+        {"role": "tool", "content": f"result {place}", "tool_call_id": calling["tool_calls"][0]["id"], "name": _NAME}
+        for place in range(2)
+    ]
+    answering = {"role": ASSISTANT, "content": _VALUE}
+    cases = [("a user's message", answering, [{"role": "user", "content": "more"}])]
+    if is_text is not None:
+        cases.append(("tool results", calling, results))
+    for named, turn, rest in cases:
+        if not _is_appended(tokenizer, turn, rest, {**variables, "tools": _TOOLS}):
+            return (
+                f"actor_rollout_ref.rollout.agent.history: the model's chat template shows {named} otherwise in a "
+                f"whole conversation than behind a turn; set it to rendered, or use another template."
+            )
+    return None
+
+
+def _is_appended(tokenizer: Tokenizer, turn: dict[str, Any], rest: list[dict[str, Any]], variables: Variables) -> bool:
     talk = [{"role": "user", "content": "first"}, {"role": ASSISTANT, "content": "earlier"}, _ASKED, turn]
-    whole, ended = (_rendered(tokenizer, [*talk, *more], variables, bool(more)) for more in (rest, ()))
+    whole = _rendered(tokenizer, [*talk, *rest], variables)
+    alone = _rendered(tokenizer, talk, variables, add_generation_prompt=False)
     try:
         try:
             appended = tokenizer.turn_text(rest, variables)
         except ValueError:
             appended = tokenizer.turn_text(rest, variables, turn.get("tool_calls", ()))
     except ValueError:
-        return True
-    if not whole.endswith(appended):
-        return True
-    _, _, closing = whole.removesuffix(appended).rpartition(_VALUE)
-    return not ended.rpartition(_VALUE)[2].startswith(closing)
+        return False
+    end = whole.removesuffix(appended).rpartition(_VALUE)[2]
+    return whole.endswith(appended) and alone.rpartition(_VALUE)[2].startswith(end)
 
 
 def _rendered(
-    tokenizer: Tokenizer, messages: Messages, variables: Variables, add_generation_prompt: bool = True
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], variables: Variables, add_generation_prompt: bool = True
 ) -> str:
     """Return the text of messages, "" if the template refuses them."""
     try:
@@ -97,19 +74,7 @@ def _rendered(
         return ""
 
 
-def _turn(arguments_are_text: bool = False, are_ids_short: bool = False) -> dict[str, Any]:
-    arguments = f'{{"{_KEY}": "{_VALUE}"}}' if arguments_are_text else {_KEY: _VALUE}
-    call = {"id": "a1b2c3d4e" if are_ids_short else "call_0_0", "type": "function"}
-    return {
-        "role": ASSISTANT,
-        "content": "",
-        "tool_calls": [call | {"function": {"name": _NAME, "arguments": arguments}}],
-    }
-
-
-def _results(turn: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    (call,) = turn["tool_calls"]
-    return [
-        {"role": "tool", "content": f"result {place}", "tool_call_id": call["id"], "name": _NAME}
-        for place in range(number)
-    ]
+def _calling(is_text: bool) -> dict[str, Any]:
+    function = {"name": _NAME, "arguments": f'{{"{_KEY}": "{_VALUE}"}}' if is_text else {_KEY: _VALUE}}
+    call = {"id": "a1b2c3d4e", "type": "function", "function": function}
+    return {"role": ASSISTANT, "content": "", "tool_calls": [call]}
