@@ -51,6 +51,9 @@ def template_fault(tokenizer: Tokenizer, variables: Variables) -> str | None:
 
 def _is_appended(tokenizer: Tokenizer, turn: dict[str, Any], rest: list[dict[str, Any]], variables: Variables) -> bool:
     talk = [{"role": "user", "content": "first"}, {"role": ASSISTANT, "content": "earlier"}, _ASKED, turn]
+    system = {"role": "system", "content": "be brief"}
+    if _rendered(tokenizer, [system, *talk], variables):
+        talk.insert(0, system)
     whole = _rendered(tokenizer, [*talk, *rest], variables)
     alone = _rendered(tokenizer, talk, variables, add_generation_prompt=False)
     try:
