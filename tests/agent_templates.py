@@ -17,13 +17,15 @@ BY_HAND = {
     "chatml": (
         "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for call in m.tool_calls or () %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for call in m.tool_calls or () %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+        "{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinks %}<think>\n{% endif %}{% endif %}"
     ),
     # as Llama 3.1: one call to a message, whose text is then not shown
     "one call": (
         "{{ bos_token }}{% for m in messages %}"
-        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}"
+        "{% if m.tool_calls %}"
+        "{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}"
         "<|im_start|>assistant\n{{ m.tool_calls[0].function | tojson }}<|im_end|>"
         "{% elif m.role == 'tool' %}<|im_start|>ipython\n{{ m.content | tojson }}<|im_end|>"
         "{% else %}<|im_start|>{{ m.role }}\n"

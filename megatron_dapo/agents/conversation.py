@@ -56,7 +56,7 @@ class _Node:
     segment: np.ndarray  # tokens behind the parent's last, with the answer's
     num_tokens: int  # of the branch up to here
     num_root: int  # of the branch's first prompt
-    last_token: int | None
+    last_token: int | None  # None: the answer is empty
     reasoning: str | None
     call_ids: set[str]  # of the branch up to here
 
@@ -196,7 +196,8 @@ class Conversations:
             start = ends.get(node.parent)
             if start is not None and np.array_equal(ids[start : node.num_tokens], node.segment):
                 ends[node.number] = node.num_tokens
-                best = node if best is None or node.num_tokens >= best.num_tokens else best
+                is_longest = best is None or node.num_tokens >= best.num_tokens
+                best = node if is_longest and node.last_token is not None else best
         return best, ids[best.num_tokens if best else 0 :]
 
     def _placed(self, node: _Node | None, suffix: np.ndarray, of: bytes | None, num_answers: int) -> Place:

@@ -1,6 +1,7 @@
 """Reads calls of tools and thoughts in a model's answer, with the parsers of an SGLang server."""
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ _MARKS = {
     "llama3": ("<|python_tag|>",),
     "gpt-oss": (" to=functions.",),
 }
+# SGLang 0.5.23's route fails for glm47; glm45 reads its calls with a newline behind the name
+_GLM47_NAME = re.compile(r"(<tool_call>[^<\n]+)(?=<)")
 _UNMARKED = "llama3"  # it reads a bare JSON object, too
 _HARMONY = "gpt-oss"  # its parsers read the beginning and the end of a turn, too
 
@@ -101,6 +104,8 @@ async def _calls(text: str, tools: Any, parse: Parse, parser: Parser) -> tuple[s
         return str(rest), [(str(name), words if isinstance(words, str) else json.dumps(words)) for name, words in calls]
     if parser != _UNMARKED and parser in _MARKS and not any(mark in text for mark in _MARKS[parser]):
         return text, []
+    if parser == "glm47":
+        parser, text = "glm45", _GLM47_NAME.sub(r"\1\n", text)
     fields = {"text": text, "tools": tools, "tool_call_parser": parser}
     reply = await parse("/parse_function_call", fields)
     # `tool_index` is the tool's place, not the call's

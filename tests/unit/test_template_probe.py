@@ -154,3 +154,9 @@ def test_a_message_that_the_template_leaves_out_is_an_error_wherever_its_text_st
 def test_results_of_a_template_that_needs_calls_are_refused_without_them(tokenizers):
     with pytest.raises(ValueError, match="no previous assistant message with a tool call"):
         tokenizers("gptoss").encode_turn(RESULTS, None, True)
+
+
+def test_a_turn_that_ends_with_the_next_role_is_not_given_that_role_twice(tokenizers):
+    tokenizer = tokenizers("glm4moe")
+    appended = tokenizer.encode_turn(MORE, tokenizer.eos_token_ids[-1], True)
+    assert tokenizer.decode(appended, skip_special_tokens=False) == "\nAnd now?<|assistant|>"
