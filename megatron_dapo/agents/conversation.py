@@ -4,6 +4,7 @@ An answer is a node. Its tokens are the model's own, behind those of its request
 of text again.
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ Messages = Sequence[Message]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class TurnPlace:
     """The place of a request in a trajectory."""
 
     parent: int | None  # the node before; None: `suffix` is a whole prompt
@@ -31,8 +32,9 @@ class Place:
     room: int  # most tokens of an answer
     num_cached: int  # tokens up to the parent's last
     digest: bytes | None  # of the messages; None for a request in tokens
+    tokens_digest: bytes  # of the suffix
+    num_answers: int
     nodes: set[int] = field(default_factory=set)  # its answers
-    num_answers: int = 1
 
     @property
     def num_prompt(self) -> int:
@@ -80,11 +82,11 @@ class Conversations:
         self._arguments_are_text = apply_chat_template and bool(arguments_are_text(tokenizer, template_kwargs))
         self._nodes: dict[int, _Node] = {}  # parents before their children
         self._by_digest: dict[bytes, list[_Node]] = defaultdict(list)
-        self._places: list[Place] = []
+        self._places: list[TurnPlace] = []
         self.num_retokenized = 0
         """Answers that decoding and encoding would have changed."""
 
-    def place(self, messages: Messages, tools: Messages | None, num_answers: int = 1) -> Place:
+    def place(self, messages: Messages, tools: Messages | None, num_answers: int = 1) -> TurnPlace:
         """Return the place of a request: behind an answer, or as a new branch.
 
         messages, tools: OpenAI's, checked; the last message is not the assistant's.
@@ -95,7 +97,7 @@ class Conversations:
         node, suffix, of = self._found(messages, tools)
         return self._placed(node, suffix, of, num_answers)
 
-    def place_tokens(self, ids: Sequence[int], num_answers: int = 1) -> Place:
+    def place_tokens(self, ids: Sequence[int], num_answers: int = 1) -> TurnPlace:
         """Return the place of a prompt in tokens: behind the node whose tokens begin it.
 
         Raises TurnRefused as `place`.
@@ -113,14 +115,14 @@ class Conversations:
         node, suffix, _ = self._found(messages, tools)
         return (node.num_tokens if node else 0) + len(suffix)
 
-    def read(self, place: Place, tokens: TokenIds, stop: Sequence[str] = ()) -> AnswerText:
+    def read(self, place: TurnPlace, tokens: TokenIds, stop: Sequence[str] = ()) -> AnswerText:
         """Return the text of an answer, up to the first of the stop strings."""
         size = len(tokens) - int(len(tokens) > 0 and tokens[-1] in self._tokenizer.eos_token_ids)
         words = self._text(tokens[:size])
         at, ended_by = min(((words.index(text), text) for text in stop if text in words), default=(None, None))
         return AnswerText(self._text(place.suffix[-_OPENING_TOKENS:]), words[:at], self._text(tokens[size:]), ended_by)
 
-    def add(self, place: Place, answer: Answer, message: Message | None) -> None:
+    def add(self, place: TurnPlace, answer: Answer, message: Message | None) -> None:
         """Take in an answer.
 
         message: the assistant's, as the client was shown it; None for a request in tokens.
@@ -140,7 +142,10 @@ class Conversations:
         place.nodes.add(answer.node)
         if place.digest is not None and message is not None:
             self._by_digest[message_digest(place.digest, message)].append(node)
-        self.num_retokenized += self._tokenizer.encode(self._text(answer.tokens)) != list(answer.tokens)
+        try:
+            self.num_retokenized += self._tokenizer.encode(self._text(answer.tokens)) != list(answer.tokens)
+        except ValueError:  # no token stands for a part of it
+            self.num_retokenized += 1
 
     def _found(self, messages: Messages, tools: Messages | None) -> tuple[_Node | None, np.ndarray, bytes]:
         """Return the node before a request, the tokens behind it, and the messages' hash."""
@@ -149,8 +154,8 @@ class Conversations:
             digests.append(message_digest(digests[-1], message))
         variables = {**self._template_kwargs, "tools": tools}
         try:
-            found = self._appended(messages, digests, variables) if self._history == "tokens" else None
-            node, suffix = found or self._split(np.array(self._rendered(messages, variables), TOKEN))
+            behind = self._appended(messages, digests, variables) if self._history == "tokens" else None
+            node, suffix = behind or self._split(np.array(self._rendered(messages, variables), TOKEN))
         except ValueError as error:
             raise TurnRefused(400, "invalid_value", f"The messages are refused: {error}.") from error
         return node, suffix, digests[-1]
@@ -200,7 +205,7 @@ class Conversations:
                 best = node if is_longest and node.last_token is not None else best
         return best, ids[best.num_tokens if best else 0 :]
 
-    def _placed(self, node: _Node | None, suffix: np.ndarray, of: bytes | None, num_answers: int) -> Place:
+    def _placed(self, node: _Node | None, suffix: np.ndarray, of: bytes | None, num_answers: int) -> TurnPlace:
         limits = self._limits
         num_cached, num_root = (node.num_tokens, node.num_root) if node else (0, len(suffix))
         most = num_root + limits.max_response_tokens if node else limits.max_prompt_tokens
@@ -213,7 +218,8 @@ class Conversations:
                 f"{num_cached + len(suffix)} tokens. Please reduce the length of the messages.",
             )
         room = min(room, limits.max_tokens_per_turn or room)
-        place = Place(node.number if node else None, suffix, room, num_cached, of, num_answers=num_answers)
+        of_tokens = hashlib.sha256(suffix.tobytes()).digest()
+        place = TurnPlace(node.number if node else None, suffix, room, num_cached, of, of_tokens, num_answers)
         if _num_branches([*self._places, place]) > limits.max_branches:
             raise TurnRefused(403, "max_branches", f"The trajectory has had its {limits.max_branches} branches.")
         self._places.append(place)
@@ -226,15 +232,15 @@ class Conversations:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
 
-def _num_branches(places: list[Place]) -> int:
+def _num_branches(places: list[TurnPlace]) -> int:
     """Return the number of rows for the trainer.
 
     Of the same request asked again the last one counts, and those with further turns behind them.
     """
     parents = {place.parent for place in places}
-    last = {(place.parent, place.suffix.tobytes()): place for place in places}
+    last = {(place.parent, place.tokens_digest): place for place in places}
     return sum(
         place.num_answers - len(parents & place.nodes)
         for place in places
-        if parents & place.nodes or last[place.parent, place.suffix.tobytes()] is place
+        if parents & place.nodes or last[place.parent, place.tokens_digest] is place
     )

@@ -63,10 +63,10 @@ class ChatTemplate:
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, variables: Variables = NONE
     ) -> list[TextPart]:
         """Return the text of messages, cut at both ends of `generation` blocks."""
-        given = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        others = {"tools": None, "documents": None, **self._special_tokens, **variables}
         own = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         with self._environment.one_rendering():
-            return list(_cut(self._template.render(given | own)))
+            return list(_cut(self._template.render(others | own)))
 
 
 def _cut(marked: str) -> Iterator[TextPart]:

@@ -390,6 +390,6 @@ def key(messages):
 
 def begins(talk, ids):
     """The longest path that begins a prompt, the latest of several; None without one."""
-    found = [number for number, path in talk.paths.items() if number is not None and ids[: len(path)] == path]
-    found = [number for number in found if number not in talk.empty]
-    return max(found, key=lambda number: (len(talk.paths[number]), number), default=None)
+    full = {number: path for number, path in talk.paths.items() if number not in (None, *talk.empty)}
+    matching = [number for number, path in full.items() if ids[: len(path)] == path]
+    return max(matching, key=lambda number: (len(talk.paths[number]), number), default=None)
