@@ -147,6 +147,10 @@ class Conversations:
         except ValueError:  # no token stands for a part of it
             self.num_retokenized += 1
 
+    def drop(self, place: TurnPlace) -> None:
+        """Forget a request that got no answer: it is no branch."""
+        self._places.remove(place)
+
     def _found(self, messages: Messages, tools: Messages | None) -> tuple[_Node | None, np.ndarray, bytes]:
         """Return the node before a request, the tokens behind it, and the messages' hash."""
         digests = [digest(b"", [list(tools or ()), dict(self._template_kwargs)])]

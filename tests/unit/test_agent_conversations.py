@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_dapo.agents.conversation import Conversations
 from megatron_dapo.agents.turns import Answer, Limits, TurnRefused
-from tests.agent_templates import tokenizer_with
+from tests.agent_templates import source, tokenizer_with
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,8 @@ ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    return {name: tokenizer_with(tmp_path_factory.mktemp("model"), name) for name in ("chatml", "qwen3", "no tools")}
+    names = ("chatml", "qwen2_5", "qwen3", "no tools")
+    return {name: tokenizer_with(tmp_path_factory.mktemp("model"), name) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +305,7 @@ def test_branches_are_counted_as_rows(tokenizer):
     assert refusal(talk.ask, [user("a fourth")])[:2] == (403, "max_branches")
     assert talk.ask([*first, last, user("b")]).parent == 5, "which is none more"
     wide = Talk(tokenizer, Limits(4000, 4000, 99, 3, None, 8))
+    wide.conversations.drop(wide.ask([user("without an answer")]))
     assert refusal(wide.conversations.place, ASK, None, 4)[:2] == (403, "max_branches")
     wide.conversations.place(ASK, None, 3)
 
@@ -351,10 +353,17 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+def by_transformers(messages):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    return render_jinja_template([messages], chat_template=source("qwen2_5"), add_generation_prompt=True)[0][0]
+
+
+@pytest.mark.parametrize("template, shown", [("chatml", chatml), ("qwen2_5", by_transformers)])
+@settings(max_examples=40, deadline=None)
 @given(STEPS)
-def test_each_prompt_is_the_text_of_its_messages_over_the_exact_tokens_of_its_path(tokenizer, steps):
-    talk = Talk(tokenizer)
+def test_each_prompt_is_the_text_of_its_messages_over_the_exact_tokens_of_its_path(tokenizers, template, shown, steps):
+    talk = Talk(tokenizer := tokenizers[template])
     dialogues = [list(ASK)]  # of the harness: each ends before an answer, or with one
     nodes = {}  # messages -> the latest node with these, of a harness that echoes no ids
     for kind, pick, text, is_ended in steps:
@@ -373,11 +382,11 @@ def test_each_prompt_is_the_text_of_its_messages_over_the_exact_tokens_of_its_pa
         rest = messages[max(known, default=0) :]
         expected = nodes[key(messages[: known[-1]])] if known else None
         if any(message["role"] == "assistant" for message in rest):
-            expected = begins(talk, tokenizer.encode(chatml(messages)))
+            expected = begins(talk, tokenizer.encode(shown(messages)))
         place = talk.ask(messages)
         assert place.parent == expected
         # an unended answer's turn is ended by the template, so both have the same text
-        assert talk.text(place) == chatml(messages)
+        assert talk.text(place) == shown(messages)
         for _ in range(2 if kind == "choices" else 1):
             said = talk.answer(place, letters(tokenizer, text) + (tokenizer.encode(END) if is_ended else []))
             nodes[key([*messages, said])] = talk.num_nodes - 1
