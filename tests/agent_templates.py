@@ -69,6 +69,16 @@ BY_HAND = {
         "{% if loop.last and loop.index > 4 %}late{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
+    "short talks": (
+        "{% if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "arguments as they are": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for call in m.tool_calls or () %}{{ call.function.name }} {{ call.function.arguments }}{% endfor %}"
+        "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
 }
 FAMILIES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
 

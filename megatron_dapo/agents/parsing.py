@@ -17,16 +17,9 @@ text -> (thoughts, other text) for thoughts. It raises for an ill-formed text.""
 
 # SGLang's parser -> the marks of a call; a malformed call is lost, or a half one is taken for whole
 _MARKS = {
-    "qwen25": ("<tool_call>", "</tool_call>"),
-    "qwen": ("<tool_call>", "</tool_call>"),
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "glm45": ("<tool_call>", "</tool_call>"),
-    "glm47": ("<tool_call>", "</tool_call>"),
-    "deepseekv3": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-    "deepseekv31": ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    **dict.fromkeys(("qwen25", "hermes", "qwen3_coder", "glm45", "glm47"), ("<tool_call>", "</tool_call>")),
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
     "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_end|>"),
-    "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>",),
     "gpt-oss": (" to=functions.",),

@@ -17,8 +17,7 @@ def arguments_are_text(tokenizer: Tokenizer, variables: Variables) -> bool | Non
     object; None if neither."""
     for is_text in (False, True):
         shown = _rendered(tokenizer, [_ASKED, _calling(is_text)], {**variables, "tools": _TOOLS})
-        # neither as a text within JSON, nor as Python shows a dictionary
-        if _VALUE in shown and f'{_KEY}\\"' not in shown and f"'{_KEY}'" not in shown:
+        if _VALUE in shown and f"'{_KEY}'" not in shown:  # as Python shows a dictionary
             return is_text
     return None
 

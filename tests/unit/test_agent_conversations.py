@@ -22,7 +22,7 @@ ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    names = ("chatml", "qwen2_5", "qwen3", "no tools")
+    names = ("chatml", "qwen2_5", "qwen3", "no tools", "tools last", "gptoss")
     return {name: tokenizer_with(tmp_path_factory.mktemp("model"), name) for name in names}
 
 
@@ -281,7 +281,7 @@ def test_without_room_the_refusal_is_the_one_that_harnesses_compact_on(tokenizer
     )
     used = len(tokenizer.encode(f"\n<|im_start|>user\nSure?{END}\n<|im_start|>assistant\n"))
     for room in (1, 0):
-        talk = Talk(tokenizer, Limits(size, 6 + used + room, 9, 9, None, 1))
+        talk = Talk(tokenizer, Limits(size + 50, 6 + used + room, 9, 9, None, 1))
         assert talk.ask(ASK).room == 6 + used + room, "of the whole branch"
         messages = [*ASK, talk.written(ASK, "Four."), user("Sure?")]
         assert len(talk.paths[0]) == size + 6
@@ -308,6 +308,38 @@ def test_branches_are_counted_as_rows(tokenizer):
     wide.conversations.drop(wide.ask([user("without an answer")]))
     assert refusal(wide.conversations.place, ASK, None, 4)[:2] == (403, "max_branches")
     wide.conversations.place(ASK, None, 3)
+
+
+def test_an_answer_with_turns_behind_it_stays_a_branch_when_it_is_asked_again(tokenizer):
+    talk = Talk(tokenizer, Limits(4000, 4000, 99, 2, None, 8))
+    said = talk.written(ASK)
+    talk.written([*ASK, said, user("b")])
+    talk.written(ASK)
+    talk.written(ASK)
+    assert refusal(talk.ask, [user("a third")])[:2] == (403, "max_branches")
+
+
+def called(**fields):
+    call = {"id": "call_0_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **fields}
+
+
+def test_calls_are_rendered_with_ids_that_mistrals_templates_take(tokenizers):
+    talk = Talk(tokenizers["tools last"], history="rendered")
+    text = talk.text(talk.ask([user("2+2?"), called(), result("4")], TOOLS))
+    call, shown = re.fullmatch(
+        r".*\[TOOL_CALLS\](.*), (?:.*)<\|im_end\|>\[TOOL_RESULTS\]4, (.*)\[/TOOL.*", text
+    ).groups()
+    assert json.loads(call) == {"name": "add", "arguments": {"a": 1}}
+    assert re.fullmatch("[0-9a-z]{9}", shown) and text.count(shown) == 2
+
+
+def test_thoughts_reach_a_rendered_prompt_where_the_template_shows_them(tokenizers):
+    talk = Talk(tokenizers["gptoss"], history="rendered")
+    analysis = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=functions.add"
+    for fields, words in (({}, "hm"), ({"content": "Let me add."}, "Let me add.")):
+        place = talk.ask([user("2+2?"), called(reasoning_content="hm", **fields), result("4")])
+        assert analysis.format(words) in talk.text(place)
 
 
 @pytest.mark.parametrize(

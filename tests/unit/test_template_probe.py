@@ -114,7 +114,7 @@ def test_families_can_be_appended_to(tokenizers, name):
     assert template_fault(tokenizers(name), {}) is None
 
 
-@pytest.mark.parametrize("name", ["tools last", "changing"])
+@pytest.mark.parametrize("name", ["tools last", "changing", "short talks"])
 def test_a_template_that_moves_text_is_refused_at_the_start_in_one_sentence_with_the_cure(tokenizers, name):
     fault = template_fault(tokenizers(name), {})
     assert fault.startswith("actor_rollout_ref.rollout.agent.history: ")
@@ -124,7 +124,7 @@ def test_a_template_that_moves_text_is_refused_at_the_start_in_one_sentence_with
 @pytest.mark.parametrize(
     "name, is_text",
     [(name, name == "deepseekv3") for name in FAMILIES]
-    + [("one call", False), ("no tools", None), ("no results", None)],
+    + [("one call", False), ("no tools", None), ("no results", None), ("arguments as they are", True)],
 )
 def test_the_probe_finds_the_form_of_arguments(tokenizers, name, is_text):
     assert arguments_are_text(tokenizers(name), {}) is is_text
