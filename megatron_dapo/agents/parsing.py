@@ -67,10 +67,12 @@ async def parsed(
     start = "<|start|>assistant" if is_harmony else "<think>"
     is_open = text.opening.rstrip().endswith(start) and (is_harmony or reasoning_parser is not None)
     whole = (start if is_open else "") + text.words + (text.end if is_harmony else "")
-    reasoning, rest = "", whole
+    reasoning, rest = "", text.words
     try:
         if reasoning_parser is not None:
             reasoning, rest = await _thoughts(whole, parse, reasoning_parser)
+        elif is_harmony:
+            rest = whole
         if not reads_calls:
             return AssistantMessage(rest, reasoning)
         content, calls = await _calls(rest, tools, parse, tool_parser)

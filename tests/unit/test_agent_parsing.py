@@ -120,7 +120,8 @@ def test_an_own_parser_that_fails_costs_its_answer_alone(parser):
 
 
 def test_an_own_parser_of_thoughts_that_fails_costs_its_answer_alone():
-    assert read("Four.", None, lambda text: text) == AssistantMessage("Four.", is_ill_formed=True)
+    message = read("Four.", None, lambda text: text, opening="<think>\n")
+    assert message == AssistantMessage("Four.", is_ill_formed=True)
 
 
 def test_a_lost_server_is_not_the_answers_fault():
