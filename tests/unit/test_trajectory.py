@@ -316,7 +316,7 @@ def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_p
 
 
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):
-    write_byte_level(tmp_path, template="{{ messages[0].content }}")
+    write_byte_level(tmp_path, template="{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}")
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="does not show an assistant's earlier words"):
         play(tokenizer, Turn(says("5")), Model(TALK))
