@@ -1,0 +1,348 @@
+"""Plays the trajectories of agents: programs that ask for turns by HTTP, until they end."""
+
+import asyncio
+import logging
+import math
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from megatron_dapo.agents.agent_pool import AgentFailure, AgentPool
+from megatron_dapo.agents.forest import Forest, Node
+from megatron_dapo.agents.gateways import GatewayLost, Gateways, Session
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.places import Places
+from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.config.schema.agent import AgentConfig
+from megatron_dapo.config.schema.run import DataConfig
+from megatron_dapo.data.token_arrays import TOKEN, joined, token_array
+from megatron_dapo.data.tokenizer import Tokenizer
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rollout.agent_metrics import AgentMetrics
+from megatron_dapo.rollout.sampling import run_all
+from megatron_dapo.rollout.time_spent import Countdown, TimeSpent
+from megatron_dapo.rollout.trajectory import Budget, Start, Trajectory
+from megatron_dapo.servers.client import Generation
+from megatron_dapo.servers.server_error import ServerError
+from megatron_dapo.servers.server_pool import ServerPool
+
+log = logging.getLogger(__name__)
+
+_PARSE_S = 60.0  # a server's limit to take a text apart
+# code of the error that an agent's last request got -> the trajectory's finish reason
+_REFUSALS = {"context_length_exceeded": "length", "max_turns": "turns", "max_branches": "turns"}
+
+
+class Agents:
+    """The agents of a run: who runs them, who speaks with them, and their places."""
+
+    def __init__(self, keys: AgentConfig, gateways: Gateways, pool: AgentPool) -> None:
+        self.keys = keys
+        self.gateways = gateways
+        self.pool = pool
+        self.places = Places(keys.max_open)
+        self.metrics = AgentMetrics()  # of training
+
+    async def start(self) -> None:
+        """Start the processes. Raises UserError for an unusable agent or port, WorkerLost."""
+        await self.gateways.start()
+        await self.pool.start()
+
+    async def close(self) -> None:
+        """End the processes. Idempotent."""
+        await self.pool.close()
+        await self.gateways.close()
+
+
+@dataclass
+class _RequestBudget(Budget):
+    """The budget of one request: its trajectory's clock counts only time at servers."""
+
+    clock: Countdown | None = None
+
+    @asynccontextmanager
+    async def spend(self) -> AsyncIterator[None]:
+        assert self.clock is not None
+        with self.clock.held(-1):
+            yield
+
+
+class _Attempt:
+    """One try of a trajectory: answers its gateway's requests, and keeps the answers."""
+
+    def __init__(self, start: Start, number: int, timeout_s: float, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.forest = Forest(*start.seeds, number)
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_late = asyncio.Event()
+        self.clock = Countdown(timeout_s, self.is_late.set)
+        self.servers: dict[str, None] = {}  # URLs, the last one used last
+        self._start = start
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._salt: str | None = None
+        self._began = time.monotonic()
+        self._at_servers = TimeSpent()
+        self._num_open = 0
+
+    @property
+    def tool_s(self) -> float:
+        """Return the seconds since its beginning without a request; asked once."""
+        return time.monotonic() - self._began - self._at_servers.take()
+
+    async def answer(self, turn: Turn) -> list[Answer]:
+        """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
+        try:
+            suffix = token_array(turn.suffix, TOKEN, "token id")
+        except ValueError as error:
+            raise TurnRefused(400, "invalid_tokens", f"the request {error}") from None
+        if ((suffix < 0) | (suffix >= self._vocab_size)).any():
+            raise TurnRefused(400, "invalid_tokens", "the request has a token id outside the model's vocabulary")
+        self._note_open(1)
+        try:
+            seeds = [self.forest.next_seed(turn.parent, suffix) for _ in range(turn.num_answers)]
+            generations = await run_all(self._generate(turn, suffix, seed) for seed in seeds)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+                self.failure.exception()  # the attempt may have ended already
+            raise TurnRefused(403, "trajectory_ended", "the trajectory has ended") from error
+        finally:
+            self._note_open(-1)
+        return [
+            self._answer(Node(turn.parent, suffix, generation, seed, turn.request, choice))
+            for choice, (generation, seed) in enumerate(zip(generations, seeds, strict=True))
+        ]
+
+    def _answer(self, node: Node) -> Answer:
+        number, written = self.forest.add(node), node.generation
+        for url in written.servers:
+            self.servers[url] = self.servers.pop(url, None)
+        reason = written.finish_reason
+        return Answer(number, tuple(written.tokens.tolist()), tuple(written.log_probs.tolist()), reason)
+
+    async def _generate(self, turn: Turn, suffix: np.ndarray, seed: int) -> Generation:
+        before = self.forest.tokens(turn.parent)
+        writers = [*self.servers] if turn.parent is None else self.forest.nodes[turn.parent].generation.servers
+        budget = _RequestBudget(
+            server_url=writers[-1] if writers else None,
+            cache_salt=self._salt,
+            num_routed=max(len(before) - 1, 0),
+            clock=self.clock,
+        )
+        params = replace(
+            self._start.params, max_new_tokens=turn.max_new_tokens, stop=tuple(turn.stop), sampling_seed=seed
+        )
+        with self.clock.held():
+            generation = await self._start.generate(joined(TOKEN, before, suffix), params, budget)
+        self._salt = self._salt or budget.cache_salt
+        if generation.finish_reason == "abort":  # an agent's state cannot be restored
+            raise Aborted
+        if budget.answer.parts is None or not turn.stop:
+            return generation
+        num_read = len(before) + len(suffix) - budget.num_routed
+        return up_to_stop(generation, turn.stop, num_read, self._tokenizer.decode)
+
+    def _note_open(self, change: int) -> None:
+        self._num_open += change
+        self._at_servers.switch(self._num_open > 0)
+
+
+def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decode: Callable[..., str]) -> Generation:
+    """Return an answer of several servers up to its first stop text: each looked only in its own part.
+
+    num_read: tokens before it with routed experts in it.
+    """
+
+    def has_stop(length: int) -> bool:
+        text = decode(generation.tokens[:length], skip_special_tokens=False)
+        return any(each in text for each in stop)
+
+    whole = len(generation.tokens)
+    length = bisect_left(range(whole), True, key=has_stop)
+    if length == whole:
+        return generation
+    per_token = len(generation.routed_experts) // (num_read + whole - 1)
+    arrays = {name: getattr(generation, name)[:length] for name in ("tokens", "log_probs", "weight_versions")}
+    experts = generation.routed_experts[: per_token * (num_read + length - 1)]
+    return replace(generation, **arrays, finish_reason="stop", routed_experts=experts)
+
+
+class AgentPlay:
+    """Plays trajectories, each with an agent of its own."""
+
+    def __init__(
+        self,
+        agents: Agents,
+        servers: ServerPool,
+        tokenizer: Tokenizer,
+        data: DataConfig,
+        vocab_size: int,
+        is_validation: bool = False,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            agents, servers, tokenizer: of the run.
+            data: the limit of a branch's first prompt.
+            vocab_size: above all tokens that an agent may send.
+            is_validation: told to the agent; such trajectories are in no metric of a step.
+        """
+        self._agents = agents
+        self._keys = agents.keys
+        self._servers = servers
+        self._tokenizer = tokenizer
+        self._data = data
+        self._vocab_size = vocab_size
+        self._is_validation = is_validation
+        self._metrics = AgentMetrics() if is_validation else agents.metrics
+        self._next_parser = count()
+
+    async def play(self, start: Start) -> Trajectory:
+        """Return a whole trajectory: a `Play`.
+
+        A failed agent begins anew, `max_restarts` times; then the failure stands in the verdict.
+        """
+        async with self._agents.places.taken():
+            for number in count():
+                attempt = _Attempt(start, number, self._keys.timeout_s, self._tokenizer, self._vocab_size)
+                try:
+                    return await self._try(start, attempt)
+                except (AgentFailure, GatewayLost) as error:
+                    reason = error.reason if isinstance(error, AgentFailure) else f"crash: {error}"
+                finally:
+                    attempt.clock.stop()
+                log.warning("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
+                is_last = number == self._keys.max_restarts
+                self._metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})
+                if is_last:
+                    break
+        trajectory = Trajectory(start.prompt.tokens)
+        trajectory.fail(reason, "agent")
+        return trajectory
+
+    async def _try(self, start: Start, attempt: _Attempt) -> Trajectory:
+        """Return the trajectory of an attempt. Raises AgentFailure, GatewayLost, and the servers' errors."""
+        keys = self._keys
+        limits = Limits(
+            max_prompt_tokens=self._data.max_prompt_length,
+            max_response_tokens=start.params.max_new_tokens,
+            max_turns=keys.max_turns,
+            max_branches=keys.max_branches,
+            max_tokens_per_turn=keys.max_tokens_per_turn,
+            max_choices=keys.max_choices,
+        )
+        outcome: Outcome | None = None
+        failure: AgentFailure | None = None
+        async with self._agents.gateways.session(limits, attempt.answer, self._parse) as session:
+            try:
+                outcome = await self._run(start, attempt, session)
+            except AgentFailure as error:  # perhaps because its last request was refused
+                failure = error
+            await session.close_requests()
+        kept, left_out = attempt.forest.kept(session.notes.delivered)
+        trajectory = _trajectory(start, attempt, kept)
+        is_full = self._is_full(start, attempt, kept, trajectory)
+        trajectory.finish_reason = _finish_reason(attempt, session.notes, is_full)
+        if trajectory.finish_reason == "stop":
+            if failure is not None:
+                raise failure
+            if not kept:
+                raise AgentFailure("crash: it ended without having read an answer of the model")
+            if outcome is None:
+                trajectory.finish_reason = "turns"  # it went on asking
+        outcome = outcome or Outcome()
+        given = outcome if outcome.reward is not None else session.posted or outcome
+        if given.reward is not None:
+            correct = given.reward > 0 if given.correct is None else given.correct
+            trajectory.verdict = RewardResult(given.reward, correct)
+        num_errors = int(bool(outcome.error or given.error))
+        self._metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
+        self._metrics.add(attempt.tool_s, {**given.metrics, **outcome.metrics})
+        return trajectory
+
+    async def _run(self, start: Start, attempt: _Attempt, session: Session) -> Outcome | None:
+        """Run the agent to its end; None if it had to be killed after a limit.
+
+        Raises AgentFailure, GatewayLost, and the errors of its requests.
+        """
+        prompt = start.prompt
+        messages = prompt.messages
+        task = AgentTask(
+            prompt=prompt.text,
+            messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            number=start.number,
+            is_validation=self._is_validation,
+        )
+        agent = asyncio.create_task(self._agents.pool.run(task, session.endpoint, math.inf))
+        lost = asyncio.create_task(session.lost.wait())
+        late = asyncio.create_task(attempt.is_late.wait())
+        ends: set[asyncio.Future] = {agent, attempt.failure, lost}
+        try:
+            await asyncio.wait({*ends, late, session.limit}, return_when=asyncio.FIRST_COMPLETED)
+            if late.done():
+                await session.close_requests()
+            if not any(end.done() for end in ends):
+                timeout_s = self._keys.end_timeout_s
+                await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if attempt.failure.done():
+                attempt.failure.result()
+            if lost.done():
+                raise GatewayLost
+            return agent.result() if agent.done() else None
+        finally:
+            for task_ in (agent, lost, late):
+                task_.cancel()
+            await asyncio.wait({agent, lost, late})
+
+    async def _parse(self, route: str, fields: dict) -> Any:
+        """Return a server's answer, also of one that is paused: a `Parse`. Raises ServerError."""
+        while True:
+            servers = [server for server in self._servers.servers if server.answers]
+            first = next(self._next_parser)
+            for place in range(len(servers)):
+                try:
+                    return await servers[(first + place) % len(servers)].client.post(route, fields, _PARSE_S)
+                except ServerError as error:
+                    if error.status is not None:
+                        raise
+            await self._servers.wait_for_slot_change()
+
+    def _is_full(self, start: Start, attempt: _Attempt, kept: Sequence[int], trajectory: Trajectory) -> bool:
+        """Return whether the last answer was cut by the end of its branch's room."""
+        if not kept or attempt.forest.nodes[kept[-1]].generation.finish_reason != "length":
+            return False
+        return len(trajectory.last_tokens) >= start.params.max_new_tokens
+
+
+def _trajectory(start: Start, attempt: _Attempt, kept: Sequence[int]) -> Trajectory:
+    branches = attempt.forest.branches(kept)
+    if not branches:
+        return Trajectory(start.prompt.tokens)
+    first, *others = branches
+    return Trajectory(
+        prompt_tokens=first.prompt_tokens,
+        tokens=first.response_tokens,
+        log_probs=first.rollout_log_probs,
+        loss_mask=first.loss_mask,
+        weight_versions=first.weight_versions,
+        routed_experts=first.routed_experts,
+        num_turns=len(kept),
+        servers=[*attempt.servers],
+        others=tuple(others),
+    )
+
+
+def _finish_reason(attempt: _Attempt, notes: SessionNotes, is_full: bool) -> str:
+    if attempt.is_late.is_set():
+        return "time"
+    return _REFUSALS.get(notes.refusal or "", "length" if is_full else "stop")
