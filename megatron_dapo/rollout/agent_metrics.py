@@ -3,11 +3,11 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from math import isfinite
 
 from megatron_dapo.agents.turns import COUNTS
 
 _MAX_NAMES = 32  # of the agents' own numbers in a step
+_LARGEST = 1e30
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,47}", re.ASCII)
 _COUNTED = (*COUNTS, "undelivered", "twins", "lost", "restarts", "errors")
 _OWN = {*(f"num_{name}" for name in _COUNTED), "tool_s", "rows", "rows_max"}
@@ -32,7 +32,7 @@ class AgentMetrics:
         """
         self._add("tool_s", tool_s)
         for name, value in own.items():
-            is_number = type(value) in (int, float, bool) and isfinite(value)
+            is_number = type(value) in (int, float, bool) and abs(value) <= _LARGEST  # not NaN
             if is_number and name not in _OWN and _NAME.fullmatch(name):
                 self._add(name, float(value))
 

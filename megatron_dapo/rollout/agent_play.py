@@ -297,7 +297,7 @@ class AgentPlay:
             if attempt.failure.done():
                 attempt.failure.result()
             if lost.done():
-                raise GatewayLost
+                raise GatewayLost("its gateway has ended")
             return agent.result() if agent.done() else None
         finally:
             for task_ in (agent, lost, late):

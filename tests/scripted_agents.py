@@ -1,0 +1,158 @@
+"""Stand-ins for gateways and runner, in one process: an agent is an async function of a task and a
+model."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_dapo.agents.agent_pool import AgentFailure
+from megatron_dapo.agents.gateways import GatewayLost
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.config.schema.agent import AgentConfig
+from megatron_dapo.rollout.agent_play import Agents
+
+Agent = Callable[[AgentTask, "Model"], Awaitable[Outcome]]
+
+
+class ScriptedSession:
+    """As a trajectory at its gateway."""
+
+    def __init__(self, limits: Limits, answer: Any, parse: Any) -> None:
+        self.limits, self.answer, self.parse = limits, answer, parse
+        self.notes = SessionNotes()
+        self.posted: Outcome | None = None
+        self.lost = asyncio.Event()
+        self.limit: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.endpoint = Model(self)
+        self.is_closed = False
+        self.running: set[asyncio.Task] = set()
+
+    async def close_requests(self) -> None:
+        self.is_closed = True
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+        if self.lost.is_set():
+            raise GatewayLost("scripted")
+
+
+class ScriptedGateways:
+    """Opens sessions; `sessions` has all of them, `num_open` those in use."""
+
+    def __init__(self, *_: Any) -> None:
+        self.sessions: list[ScriptedSession] = []
+        self.num_open = self.most_open = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        assert not self.num_open, "a trajectory is still open"
+
+    @asynccontextmanager
+    async def session(self, limits: Limits, answer: Any, parse: Any):
+        session = ScriptedSession(limits, answer, parse)
+        self.sessions.append(session)
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            yield session
+            await session.close_requests()
+        finally:
+            self.num_open -= 1
+            session.is_closed = True
+            for task in session.running:
+                task.cancel()
+
+
+class Model:
+    """An agent's way to the model: it asks in tokens, as a gateway would."""
+
+    def __init__(self, session: ScriptedSession) -> None:
+        self.session = session
+        self.asked: list[Answer] = []
+        self._requests = count()
+
+    async def ask(
+        self, suffix, parent: int | None = None, n: int = 1, stop=(), room: int = 4, is_delivered: bool = True
+    ) -> list[Answer]:
+        session = self.session
+        if session.is_closed:
+            raise TurnRefused(403, "closed", "the trajectory has ended")
+        if len(self.asked) + n > session.limits.max_turns:
+            self.refuse(403, "max_turns")
+        turn = Turn(next(self._requests), parent, suffix, room, n, stop)
+        task = asyncio.create_task(session.answer(turn))
+        session.running.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise TurnRefused(403, "closed", "the trajectory has ended")
+            answers = task.result()
+        finally:
+            session.running.discard(task)
+        session.notes.refusal = None
+        if is_delivered:
+            session.notes.delivered |= {answer.node for answer in answers}
+        self.asked += answers
+        return answers
+
+    def refuse(self, status: int, code: str) -> None:
+        self.session.notes.refusal = code
+        if code != "context_length_exceeded" and not self.session.limit.done():
+            self.session.limit.set_result(code)
+        raise TurnRefused(status, code, "no more")
+
+
+class ScriptedPool:
+    """Runs agents as coroutines. `ended`: how many have ended, in whichever way."""
+
+    agent: Agent
+
+    def __init__(self, *_: Any) -> None:
+        self.tasks: list[AgentTask] = []
+        self.num_ended = 0
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        assert self.num_ended == len(self.tasks), "an agent is still at work"
+
+    async def run(self, task: AgentTask, model: Any, timeout_s: float) -> Outcome:
+        self.tasks.append(task)
+        try:
+            return await type(self).agent(task, model)
+        except (AgentFailure, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise AgentFailure(f"exception: {type(error).__name__}: {error}") from error
+        finally:
+            self.num_ended += 1
+
+
+def pool_of(agent: Agent) -> type[ScriptedPool]:
+    return type("Pool", (ScriptedPool,), {"agent": staticmethod(agent)})
+
+
+def agents_of(agent: Agent, **keys: Any) -> Agents:
+    """Agents of this function."""
+    return Agents(AgentConfig(enable=True, **keys), ScriptedGateways(), pool_of(agent)())  # type: ignore[arg-type]
+
+
+@contextmanager
+def controllers_agents(monkeypatch: Any, agent: Agent) -> Iterator[SimpleNamespace]:
+    """Controllers have stand-ins of this function; `.made` has them."""
+    made = SimpleNamespace(gateways=[], pools=[])
+
+    def noted(kind: list, make: Callable) -> Callable:
+        return lambda *args: kind.append(make(*args)) or kind[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_dapo.rollout.build_rollout.Gateways", noted(made.gateways, ScriptedGateways))
+        patch.setattr("megatron_dapo.rollout.build_rollout.AgentPool", noted(made.pools, pool_of(agent)))
+        yield made
