@@ -88,6 +88,7 @@ class Model:
         turn = Turn(next(self._requests), parent, suffix, room, n, stop)
         task = asyncio.create_task(session.answer(turn))
         session.running.add(task)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await asyncio.wait({task})
             if task.cancelled():
