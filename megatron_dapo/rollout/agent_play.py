@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import random
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -174,44 +175,26 @@ def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decod
     return replace(generation, **arrays, finish_reason="stop", routed_experts=experts)
 
 
+@dataclass(frozen=True)
 class AgentPlay:
     """Plays trajectories, each with an agent of its own."""
 
-    def __init__(
-        self,
-        agents: Agents,
-        servers: ServerPool,
-        tokenizer: Tokenizer,
-        data: DataConfig,
-        vocab_size: int,
-        is_validation: bool = False,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            agents, servers, tokenizer: of the run.
-            data: the limit of a branch's first prompt.
-            vocab_size: above all tokens that an agent may send.
-            is_validation: told to the agent; such trajectories are in no metric of a step.
-        """
-        self._agents = agents
-        self._keys = agents.keys
-        self._servers = servers
-        self._tokenizer = tokenizer
-        self._data = data
-        self._vocab_size = vocab_size
-        self._is_validation = is_validation
-        self._metrics = AgentMetrics() if is_validation else agents.metrics
-        self._next_parser = count()
+    agents: Agents
+    servers: ServerPool
+    tokenizer: Tokenizer
+    data: DataConfig  # the limit of a branch's first prompt
+    vocab_size: int  # above all tokens that an agent may send
+    is_validation: bool = False  # told to the agent; such trajectories are in no metric of a step
 
     async def play(self, start: Start) -> Trajectory:
         """Return a whole trajectory: a `Play`.
 
         A failed agent begins anew, `max_restarts` times; then the failure stands in the verdict.
         """
-        async with self._agents.places.taken():
+        keys = self.agents.keys
+        async with self.agents.places.taken():
             for number in count():
-                attempt = _Attempt(start, number, self._keys.timeout_s, self._tokenizer, self._vocab_size)
+                attempt = _Attempt(start, number, keys.timeout_s, self.tokenizer, self.vocab_size)
                 try:
                     return await self._try(start, attempt)
                 except (AgentFailure, GatewayLost) as error:
@@ -219,8 +202,9 @@ class AgentPlay:
                 finally:
                     attempt.clock.stop()
                 log.warning("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
-                is_last = number == self._keys.max_restarts
-                self._metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})
+                is_last = number == keys.max_restarts
+                if not self.is_validation:
+                    self.agents.metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})
                 if is_last:
                     break
         trajectory = Trajectory(start.prompt.tokens)
@@ -229,9 +213,9 @@ class AgentPlay:
 
     async def _try(self, start: Start, attempt: _Attempt) -> Trajectory:
         """Return the trajectory of an attempt. Raises AgentFailure, GatewayLost, and the servers' errors."""
-        keys = self._keys
+        keys = self.agents.keys
         limits = Limits(
-            max_prompt_tokens=self._data.max_prompt_length,
+            max_prompt_tokens=self.data.max_prompt_length,
             max_response_tokens=start.params.max_new_tokens,
             max_turns=keys.max_turns,
             max_branches=keys.max_branches,
@@ -240,16 +224,14 @@ class AgentPlay:
         )
         outcome: Outcome | None = None
         failure: AgentFailure | None = None
-        async with self._agents.gateways.session(limits, attempt.answer, self._parse) as session:
+        async with self.agents.gateways.session(limits, attempt.answer, self._parse) as session:
             try:
                 outcome = await self._run(start, attempt, session)
             except AgentFailure as error:  # perhaps because its last request was refused
                 failure = error
             await session.close_requests()
         kept, left_out = attempt.forest.kept(session.notes.delivered)
-        trajectory = _trajectory(start, attempt, kept)
-        is_full = self._is_full(start, attempt, kept, trajectory)
-        trajectory.finish_reason = _finish_reason(attempt, session.notes, is_full)
+        trajectory = _trajectory(start, attempt, kept, session.notes)
         if trajectory.finish_reason == "stop":
             if failure is not None:
                 raise failure
@@ -262,9 +244,10 @@ class AgentPlay:
         if given.reward is not None:
             correct = given.reward > 0 if given.correct is None else given.correct
             trajectory.verdict = RewardResult(given.reward, correct)
-        num_errors = int(bool(outcome.error or given.error))
-        self._metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
-        self._metrics.add(attempt.tool_s, {**given.metrics, **outcome.metrics})
+        if not self.is_validation:
+            num_errors = int(bool(outcome.error or given.error))
+            self.agents.metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
+            self.agents.metrics.add(attempt.tool_s, {**given.metrics, **outcome.metrics})
         return trajectory
 
     async def _run(self, start: Start, attempt: _Attempt, session: Session) -> Outcome | None:
@@ -272,18 +255,12 @@ class AgentPlay:
 
         Raises AgentFailure, GatewayLost, and the errors of its requests.
         """
-        prompt = start.prompt
-        messages = prompt.messages
-        task = AgentTask(
-            prompt=prompt.text,
-            messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
-            data_source=prompt.data_source,
-            ground_truth=prompt.ground_truth,
-            extra_info=prompt.extra_info,
-            number=start.number,
-            is_validation=self._is_validation,
-        )
-        agent = asyncio.create_task(self._agents.pool.run(task, session.endpoint, math.inf))
+        prompt, messages = start.prompt, start.prompt.messages
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        of_row = (prompt.text, messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        task = AgentTask(*of_row, number=start.number, is_validation=self.is_validation)
+        agent = asyncio.create_task(self.agents.pool.run(task, session.endpoint, math.inf))
         lost = asyncio.create_task(session.lost.wait())
         late = asyncio.create_task(attempt.is_late.wait())
         ends: set[asyncio.Future] = {agent, attempt.failure, lost}
@@ -292,7 +269,7 @@ class AgentPlay:
             if late.done():
                 await session.close_requests()
             if not any(end.done() for end in ends):
-                timeout_s = self._keys.end_timeout_s
+                timeout_s = self.agents.keys.end_timeout_s
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if attempt.failure.done():
                 attempt.failure.result()
@@ -300,49 +277,44 @@ class AgentPlay:
                 raise GatewayLost("its gateway has ended")
             return agent.result() if agent.done() else None
         finally:
-            for task_ in (agent, lost, late):
-                task_.cancel()
+            for work in (agent, lost, late):
+                work.cancel()
             await asyncio.wait({agent, lost, late})
 
     async def _parse(self, route: str, fields: dict) -> Any:
         """Return a server's answer, also of one that is paused: a `Parse`. Raises ServerError."""
         while True:
-            servers = [server for server in self._servers.servers if server.answers]
-            first = next(self._next_parser)
-            for place in range(len(servers)):
+            servers = [server for server in self.servers.servers if server.answers]
+            for server in random.sample(servers, len(servers)):
                 try:
-                    return await servers[(first + place) % len(servers)].client.post(route, fields, _PARSE_S)
+                    return await server.client.post(route, fields, _PARSE_S)
                 except ServerError as error:
                     if error.status is not None:
                         raise
-            await self._servers.wait_for_slot_change()
-
-    def _is_full(self, start: Start, attempt: _Attempt, kept: Sequence[int], trajectory: Trajectory) -> bool:
-        """Return whether the last answer was cut by the end of its branch's room."""
-        if not kept or attempt.forest.nodes[kept[-1]].generation.finish_reason != "length":
-            return False
-        return len(trajectory.last_tokens) >= start.params.max_new_tokens
+            await self.servers.wait_for_slot_change()
 
 
-def _trajectory(start: Start, attempt: _Attempt, kept: Sequence[int]) -> Trajectory:
+def _trajectory(start: Start, attempt: _Attempt, kept: Sequence[int], notes: SessionNotes) -> Trajectory:
+    """Return the trajectory of an attempt's answers, with the reason of its end."""
     branches = attempt.forest.branches(kept)
-    if not branches:
-        return Trajectory(start.prompt.tokens)
-    first, *others = branches
-    return Trajectory(
-        prompt_tokens=first.prompt_tokens,
-        tokens=first.response_tokens,
-        log_probs=first.rollout_log_probs,
-        loss_mask=first.loss_mask,
-        weight_versions=first.weight_versions,
-        routed_experts=first.routed_experts,
-        num_turns=len(kept),
-        servers=[*attempt.servers],
-        others=tuple(others),
-    )
-
-
-def _finish_reason(attempt: _Attempt, notes: SessionNotes, is_full: bool) -> str:
+    trajectory = Trajectory(start.prompt.tokens)
+    if branches:
+        first, *others = branches
+        trajectory = Trajectory(
+            prompt_tokens=first.prompt_tokens,
+            tokens=first.response_tokens,
+            log_probs=first.rollout_log_probs,
+            loss_mask=first.loss_mask,
+            weight_versions=first.weight_versions,
+            routed_experts=first.routed_experts,
+            num_turns=len(kept),
+            servers=[*attempt.servers],
+            others=tuple(others),
+        )
+        is_cut = attempt.forest.nodes[kept[-1]].generation.finish_reason == "length"
+        if is_cut and len(trajectory.last_tokens) >= start.params.max_new_tokens:  # no room is left
+            trajectory.finish_reason = "length"
+    trajectory.finish_reason = _REFUSALS.get(notes.refusal or "", trajectory.finish_reason)
     if attempt.is_late.is_set():
-        return "time"
-    return _REFUSALS.get(notes.refusal or "", "length" if is_full else "stop")
+        trajectory.finish_reason = "time"
+    return trajectory
