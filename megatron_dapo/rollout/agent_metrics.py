@@ -4,13 +4,26 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from megatron_dapo.agents.turns import COUNTS
-
+_COUNTS = {
+    # as the gateway saw it (`agents.turns.COUNTS`)
+    "ill_formed": "agent/num_ill_formed",
+    "retokenized": "agent/num_retokenized",
+    "refused": "agent/num_refused",
+    "overruled": "agent/num_overruled",
+    "retries": "agent/num_retries",
+    # of trajectories
+    "restarts": "agent/num_restarts",
+    "errors": "agent/num_errors",
+    # of tokens written and not trained on
+    "undelivered": "agent/num_tokens_undelivered",
+    "twins": "agent/num_tokens_twins",
+    "lost": "agent/num_tokens_lost",
+}
+_TOOL_S = "agent/tool_s"
+_TAKEN = {*_COUNTS.values(), _TOOL_S}
 _MAX_NAMES = 32  # of the agents' own numbers in a step
 _LARGEST = 1e30
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,47}", re.ASCII)
-_COUNTED = (*COUNTS, "undelivered", "twins", "lost", "restarts", "errors")
-_OWN = {*(f"num_{name}" for name in _COUNTED), "tool_s", "rows", "rows_max"}
+_NAME = re.compile(r"agent/[A-Za-z0-9][A-Za-z0-9_.@-]{0,47}", re.ASCII)
 
 
 class AgentMetrics:
@@ -18,10 +31,10 @@ class AgentMetrics:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._sums: dict[str, tuple[float, int]] = {}  # name -> sum, number of trajectories
+        self._means: dict[str, tuple[float, int]] = {}  # metric -> sum, number of trajectories
 
     def count(self, numbers: Mapping[str, int]) -> None:
-        """Add counts, by the names of `COUNTS` and of this module."""
+        """Add counts, by the names of `_COUNTS`."""
         self._counts.update(numbers)
 
     def add(self, tool_s: float, own: Mapping[str, float]) -> None:
@@ -30,21 +43,22 @@ class AgentMetrics:
         tool_s: seconds without a request. own: the agent's numbers, from anywhere; those that are
         none, or have no plain name, are left out, and so are further names once there are 32.
         """
-        self._add("tool_s", tool_s)
+        self._add(_TOOL_S, tool_s)
         for name, value in own.items():
+            metric = f"agent/{name}"
             is_number = type(value) in (int, float, bool) and abs(value) <= _LARGEST  # not NaN
-            if is_number and name not in _OWN and _NAME.fullmatch(name):
-                self._add(name, float(value))
+            if is_number and metric not in _TAKEN and _NAME.fullmatch(metric):
+                self._add(metric, float(value))
 
     def take(self) -> dict[str, float]:
         """Return the metrics since the last call."""
-        counts = {f"agent/num_{name}": self._counts[name] for name in _COUNTED}
-        means = {f"agent/{name}": total / number for name, (total, number) in self._sums.items()}
+        counts = {metric: self._counts[name] for name, metric in _COUNTS.items()}
+        means = {metric: total / number for metric, (total, number) in self._means.items()}
         self._counts.clear()
-        self._sums.clear()
+        self._means.clear()
         return counts | means
 
-    def _add(self, name: str, value: float) -> None:
-        if name in self._sums or len(self._sums) <= _MAX_NAMES:
-            total, number = self._sums.get(name, (0.0, 0))
-            self._sums[name] = total + value, number + 1
+    def _add(self, metric: str, value: float) -> None:
+        if metric in self._means or len(self._means) <= _MAX_NAMES:
+            total, number = self._means.get(metric, (0.0, 0))
+            self._means[metric] = total + value, number + 1

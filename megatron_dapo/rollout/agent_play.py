@@ -92,7 +92,6 @@ class _Attempt:
         self._at_servers = TimeSpent()
         self._num_open = 0
 
-    @property
     def tool_s(self) -> float:
         """Return the seconds since its beginning without a request; asked once."""
         return time.monotonic() - self._began - self._at_servers.take()
@@ -247,7 +246,7 @@ class AgentPlay:
         if not self.is_validation:
             num_errors = int(bool(outcome.error or given.error))
             self.agents.metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
-            self.agents.metrics.add(attempt.tool_s, {**given.metrics, **outcome.metrics})
+            self.agents.metrics.add(attempt.tool_s(), {**given.metrics, **outcome.metrics})
         return trajectory
 
     async def _run(self, start: Start, attempt: _Attempt, session: Session) -> Outcome | None:
@@ -282,7 +281,7 @@ class AgentPlay:
             await asyncio.wait({agent, lost, late})
 
     async def _parse(self, route: str, fields: dict) -> Any:
-        """Return a server's answer, also of one that is paused: a `Parse`. Raises ServerError."""
+        """Return a server's answer, also of a paused one: a `Parse`. Raises ValueError if it refuses."""
         while True:
             servers = [server for server in self.servers.servers if server.answers]
             for server in random.sample(servers, len(servers)):
@@ -290,7 +289,7 @@ class AgentPlay:
                     return await server.client.post(route, fields, _PARSE_S)
                 except ServerError as error:
                     if error.status is not None:
-                        raise
+                        raise ValueError(str(error)) from error
             await self.servers.wait_for_slot_change()
 
 

@@ -16,6 +16,7 @@ from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.envs.environment_pool import EnvironmentPool
+from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.huggingface.spec_reader import read_model_spec, read_vocab_size
 from megatron_dapo.rewards.judge import Judge
@@ -229,9 +230,13 @@ def make_environments(config: Config) -> EnvironmentPool | Agents | None:
 
 
 def make_agents(config: Config) -> Agents:
-    """Return the agents with their gateways."""
+    """Return the agents with their gateways. Raises UserError."""
     keys = config.actor_rollout_ref.rollout.agent
     path = config.actor_rollout_ref.model.path
+    tool_parser, reasoning_parser = keys.tool_parser, keys.reasoning_parser
+    if tool_parser is None or reasoning_parser is None:
+        family = FAMILIES[read_model_spec(path).family]
+        tool_parser, reasoning_parser = tool_parser or family.tool_parser, reasoning_parser or family.reasoning_parser
     settings = GatewaySettings(
         model=str(ModelFolder.of(path).hf),
         model_name=Path(path).name,
@@ -240,8 +245,8 @@ def make_agents(config: Config) -> Agents:
         public_url=keys.public_url,
         max_request_mb=keys.max_request_mb,
         history=keys.history,
-        tool_parser=keys.tool_parser,
-        reasoning_parser=keys.reasoning_parser,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         template_kwargs=keys.template_kwargs,
         apply_chat_template=config.data.apply_chat_template,
         end_timeout_s=keys.end_timeout_s,

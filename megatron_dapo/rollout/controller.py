@@ -186,7 +186,7 @@ class Controller:
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
         if self._agents is not None:
-            metrics |= self._agents.metrics.take()
+            metrics = self._agents.metrics.take() | metrics  # agents choose names of their own
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
         return metrics

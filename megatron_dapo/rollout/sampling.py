@@ -213,7 +213,8 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        texts = {sample.number: self._tokenizer.decode(sample.response_tokens) for sample in group.samples}
+        last = {sample.number: sample.branches[-1].response_tokens for sample in group.samples}
+        texts = {number: self._tokenizer.decode(tokens) for number, tokens in last.items()}
         return GroupVerdicts(score, texts, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.unit
 
 AGENT = "actor_rollout_ref.rollout.agent"
 ON = [f"{AGENT}.enable=true", f"{AGENT}.function=scripted:rollout", f"{AGENT}.end_timeout_s=1.0"]
+ON += [f"{AGENT}.tool_parser=qwen25", f"{AGENT}.reasoning_parser=qwen3"]  # the folder's model is of no family
 SAME = Script(default=("right",))
 
 
@@ -75,8 +76,8 @@ def test_a_step_of_agents_metric_by_metric(folder, monkeypatch):
         assert (sample.num_turns, sample.correct) == (3 - sample.number, sample.number == 1)
         assert {*sample.weight_versions} == {1}
     expected = {
-        "rollout/num_turns_mean": 2.5, "reward/accuracy": 0.5, "agent/cost": 1.0, "agent/num_undelivered": 0,
-        "agent/num_twins": 0, "agent/num_restarts": 0, "agent/num_lost": 0, "rollout/num_env_failures": 0,
+        "rollout/num_turns_mean": 2.5, "reward/accuracy": 0.5, "agent/cost": 1.0, "agent/num_tokens_undelivered": 0,
+        "agent/num_tokens_twins": 0, "agent/num_restarts": 0, "agent/num_tokens_lost": 0, "rollout/num_env_failures": 0,
         "rollout/staleness_max": 0,
     }  # fmt: skip
     assert {name: batch.metrics[name] for name in expected} == expected
@@ -274,8 +275,6 @@ def test_servers_that_fail_end_the_step_and_all_agents(folder, monkeypatch):
 def test_parsers_ask_any_server_there(folder, monkeypatch):
     from aiohttp import web
 
-    from megatron_dapo.servers.server_error import ServerError
-
     async def parse(self, request):
         fields = await request.json()
         return web.json_response({"got": fields}, status=400 if fields.get("bad") else 200)
@@ -292,8 +291,8 @@ def test_parsers_ask_any_server_there(folder, monkeypatch):
         for fields in ({"text": "a"}, {"bad": True}):
             try:
                 seen.append(await model.session.parse("/separate_reasoning", fields))
-            except ServerError as error:
-                seen.append(error.status)
+            except ValueError as error:
+                seen.append("HTTP 400" in str(error))
         return Outcome(reward=float(task.number))
 
     async def scenario(controller, servers, made):
@@ -302,4 +301,4 @@ def test_parsers_ask_any_server_there(folder, monkeypatch):
         await with_one
 
     run(folder, monkeypatch, agent, scenario, num_servers=2)
-    assert seen.count({"got": {"text": "a"}}) == seen.count(400) == 8
+    assert seen.count({"got": {"text": "a"}}) == seen.count(True) == 8

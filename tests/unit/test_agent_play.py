@@ -11,7 +11,7 @@ import pytest
 from megatron_dapo.agents.agent_pool import AgentFailure
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.places import Places
-from megatron_dapo.agents.turns import TurnRefused
+from megatron_dapo.agents.turns import COUNTS, TurnRefused
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.config.schema.run import DataConfig
@@ -35,7 +35,7 @@ class Servers:
 
     def __init__(self, answer=None):
         self.version, self.cache_salt, self.is_aborting = 1, "salt", False
-        self.asked, self.salts, self.preferred = [], [], []
+        self.asked, self.salts, self.preferred, self.questions = [], [], [], []
         self.answer = answer or (lambda tokens, params: (10, 11))
         self.slot_s = 0.0
         self.url = "url"
@@ -48,6 +48,7 @@ class Servers:
 
     async def generate(self, tokens, params, timeout_s, oldest, salt, experts, answer):
         self.asked.append((tokens.tolist(), params))
+        self.questions.append(experts)
         self.salts.append(salt)
         written = self.answer(tokens.tolist(), params)
         if asyncio.iscoroutine(written):
@@ -79,12 +80,13 @@ class Words:
 class Played:
     """A group of one response or more, with all that took part."""
 
-    def __init__(self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, **keys):
+    def __init__(self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, **keys):
         (group,) = synthetic_groups(64, num_groups=1)
         self.drawn = replace(group, samples=(), version=1)
         self.servers, self.rewards = servers or Servers(answer), Rewards()
         self.servers.slot_s = slot_s
         self.agent, self.n, self.keys, self.is_validation = agent, n, keys, is_validation
+        self.routers = routers
         self.group: Group = asyncio.run(self.play())
 
     async def play(self):
@@ -92,7 +94,7 @@ class Played:
         data = DataConfig(max_prompt_length=8)
         play = AgentPlay(self.agents, self.servers, Words(), data, 64, self.is_validation).play
         keys = RolloutConfig(request_timeout_s=60.0, max_retries=0)
-        sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1)
+        sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1, routers=self.routers)
         try:
             return await sampler.sample_group(self.drawn, self.n, SamplingParams(MAX_RESPONSE, temperature=0.5))
         finally:
@@ -188,6 +190,29 @@ def test_seeds_follow_from_the_conversation_not_from_the_order_of_requests():
     assert seeds([1, 2, 3]) == seeds([3, 1, 2]) and len({*seeds([1, 2, 3]).values()}) == 6
 
 
+def test_each_branch_has_the_experts_of_all_its_tokens_but_the_last():
+    """A server is asked for those behind the parent's; it tells the place of each token."""
+
+    async def agent(task, model):
+        (first,) = await model.ask([1, 2])
+        await model.ask([5], first.node)
+        await model.ask([6, 7], first.node)
+        await model.ask([3])
+        return Outcome(reward=1.0)
+
+    def answer(tokens, params):
+        start, end = servers.questions[-1].start, len(tokens) + 2 - 1
+        experts = np.arange(start, end, dtype=np.uint8)
+        return Generation((10, 11), (-0.5,) * 2, "stop", (1,) * 2, servers=("url",), routed_experts=experts)
+
+    servers = Servers(answer)
+    played = Played(agent, servers=servers, routers=object())
+    assert [question.start for question in servers.questions] == [0, 3, 3, 0]
+    for branch in played.sample.branches:
+        num_tokens = len(branch.prompt_tokens) + len(branch.response_tokens)
+        assert branch.routed_experts.tolist() == list(range(num_tokens - 1))
+
+
 def test_the_agents_stop_strings_and_room_reach_the_server():
     async def agent(task, model):
         await model.ask([1], stop=("x", "y"), room=3)
@@ -220,7 +245,7 @@ def test_an_undelivered_answer_is_counted_and_not_trained_on():
 
     played = Played(agent)
     assert played.sample.num_turns == 1 and len(played.sample.branches) == 1
-    assert (played.metrics["agent/num_undelivered"], played.metrics["agent/num_twins"]) == (2, 2)
+    assert (played.metrics["agent/num_tokens_undelivered"], played.metrics["agent/num_tokens_twins"]) == (2, 2)
 
 
 # ------------------------------------------------------------------------------------------ the ends
@@ -369,7 +394,7 @@ def test_a_crashed_agent_begins_anew_with_other_seeds():
     assert played.sample.raw_reward == 1.0 and played.sample.response_tokens.tolist() == [10, 11]
     first, second = (params.sampling_seed for _, params in played.servers.asked)
     assert first != second
-    assert (played.metrics["agent/num_restarts"], played.metrics["agent/num_lost"]) == (1, 2)
+    assert (played.metrics["agent/num_restarts"], played.metrics["agent/num_tokens_lost"]) == (1, 2)
 
 
 async def raises(task, model):
@@ -466,7 +491,7 @@ def test_cancelling_waits_for_the_agents_end():
         (group,) = synthetic_groups(64, num_groups=1)
         played.drawn = replace(group, samples=(), version=1)
         played.servers, played.rewards, played.n, played.is_validation = Servers(), Rewards(), 1, False
-        played.agent, played.keys = agent, {}
+        played.agent, played.keys, played.routers = agent, {}, None
         task = asyncio.create_task(played.play())
         await began.wait()
         task.cancel()
@@ -520,6 +545,12 @@ def test_metrics_of_agents_are_numbers_with_plain_names_and_few():
     own = {name for name in taken if not name.startswith("agent/num_")}
     assert len(own) == 33 and {*own} >= {"agent/n0"} and "agent/huge" not in own
     assert "agent/ok" not in metrics.take()
+
+
+def test_each_count_of_a_gateway_has_a_metric():
+    metrics = AgentMetrics()
+    metrics.count(dict.fromkeys(COUNTS, 3))
+    assert {f"agent/num_{name}": 3 for name in COUNTS}.items() <= metrics.take().items()
 
 
 def test_time_in_tools_is_time_without_a_request():
