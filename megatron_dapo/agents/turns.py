@@ -64,7 +64,7 @@ class SessionNotes:
     counts: dict[str, int] = field(default_factory=dict)
     """By the names of `COUNTS`."""
     refusal: str | None = None
-    """Code of the error that the last request got; None: it was answered."""
+    """Code of the `TurnRefused` that answered the last request; None if that got an answer."""
 
 
 COUNTS = {
