@@ -18,8 +18,9 @@ from megatron_dapo.agents.agent_pool import AgentFailure, AgentPool
 from megatron_dapo.agents.forest import Forest, Node
 from megatron_dapo.agents.gateways import GatewayLost, Gateways, Session
 from megatron_dapo.agents.interface import AgentTask, Outcome
-from megatron_dapo.agents.places import Places
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.common.countdown import Countdown
+from megatron_dapo.common.places import Places
 from megatron_dapo.common.rollout_errors import Aborted
 from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.config.schema.run import DataConfig
@@ -28,7 +29,7 @@ from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
 from megatron_dapo.rollout.sampling import run_all
-from megatron_dapo.rollout.time_spent import Countdown, TimeSpent
+from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.rollout.trajectory import Budget, Start, Trajectory
 from megatron_dapo.servers.client import Generation
 from megatron_dapo.servers.server_error import ServerError

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from megatron_dapo.agents.places import Places
+from megatron_dapo.common.places import Places
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing

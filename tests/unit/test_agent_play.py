@@ -10,8 +10,9 @@ import pytest
 
 from megatron_dapo.agents.agent_pool import AgentFailure
 from megatron_dapo.agents.interface import Outcome
-from megatron_dapo.agents.places import Places
 from megatron_dapo.agents.turns import COUNTS, TurnRefused
+from megatron_dapo.common.countdown import Countdown
+from megatron_dapo.common.places import Places
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.config.schema.run import DataConfig
@@ -20,7 +21,6 @@ from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
 from megatron_dapo.rollout.agent_play import AgentPlay, up_to_stop
 from megatron_dapo.rollout.sampling import Sampler
-from megatron_dapo.rollout.time_spent import Countdown
 from megatron_dapo.servers.client import Generation, SamplingParams
 from tests.scripted_agents import agents_of
 from tests.synthetic import synthetic_groups

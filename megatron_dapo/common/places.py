@@ -1,4 +1,4 @@
-"""Bounds the trajectories of agents under way at once."""
+"""Bounds work under way at once, and tells the room that is left."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Places:
-    """Room for trajectories under way at once. Who waits longest comes first."""
+    """Room for so much work at once. Who waits longest comes first."""
 
     def __init__(self, number: int) -> None:
         self.on_free: Callable[[], None] = lambda: None
@@ -16,7 +16,7 @@ class Places:
 
     @property
     def num_free(self) -> int:
-        """Return the free places, less the trajectories that wait for one."""
+        """Return the free places, less the work that waits for one."""
         return max(self._number - self._num_wanted, 0)
 
     @asynccontextmanager
