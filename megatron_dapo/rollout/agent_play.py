@@ -201,7 +201,7 @@ class AgentPlay:
                     reason = error.reason if isinstance(error, AgentFailure) else f"crash: {error}"
                 finally:
                     attempt.clock.stop()
-                log.warning("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
+                log.info("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
                 is_last = number == keys.max_restarts
                 if not self.is_validation:
                     self.agents.metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})

@@ -129,10 +129,10 @@ class Filling:
     async def cancel(self) -> None:
         """End all sampling at once; the queue keeps finished samples."""
         tasks = [*self._tasks.values(), *filter(None, [self._watch])]
+        self._watch = None  # so that no place or slot that becomes free starts anything
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._watch = None
         self._held.switch(False)
 
     async def _abort_requests(self) -> None:

@@ -155,6 +155,28 @@ def test_no_more_agents_are_open_than_their_places(folder, monkeypatch, max_stal
     assert prompt_numbers(run(folder, monkeypatch, agent, scenario, *keys)) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["close", "halt"])
+def test_places_that_become_free_at_the_end_start_no_further_agents(folder, monkeypatch, how):
+    async def agent(task, model):
+        await model.ask(first_tokens(task))
+        if task.prompt not in ("p0", "p1", "p2", "p3"):  # ahead of the trainer
+            await asyncio.sleep(600)
+        return Outcome(reward=float(task.number))
+
+    async def scenario(controller, servers, made):
+        await controller.next_batch(1, 1)
+        gateways, pool = made.gateways[0], made.pools[0]
+        await until(lambda: gateways.num_open == 4 and pool.num_ended == 8)
+        monkeypatch.setattr("megatron_dapo.rollout.filling._ABORT_S", 0.05)
+        await (controller.halt() if how == "halt" else controller._filling.cancel())
+        await asyncio.sleep(0.05)
+        assert gateways.num_open == 0 and len(pool.tasks) == pool.num_ended == 12
+        account(controller)
+
+    keys = [f"{AGENT}.max_open=4", "actor_rollout_ref.rollout.max_staleness=2"]
+    run(folder, monkeypatch, agent, scenario, *keys, "algorithm.rollout_correction.rollout_is=token")
+
+
 def test_a_failed_agent_leaves_a_complete_group(folder, monkeypatch):
     async def agent(task, model):
         (answer,) = await model.ask(first_tokens(task))
@@ -208,10 +230,9 @@ def test_a_stop_keeps_finished_trajectories_and_the_others_begin_anew(folder, mo
         pool = made.pools[0]
         await until(lambda: pool.num_ended == 4 and len(pool.tasks) == 8)
         monkeypatch.setattr("megatron_dapo.rollout.filling._ABORT_S", 0.05)
-        await controller.halt()
-        assert len(ends) == 4 and made.gateways[0].num_open == 0
         step.cancel()
         await asyncio.wait({step})
+        assert len(ends) == 4 and made.gateways[0].num_open == 0
         account(controller)
         return to_bytes(controller.state_dict())
 
