@@ -8,12 +8,20 @@ import signal
 import psutil
 import pytest
 
-from tests.fake_rollout import FakeServer, Script, make_config, prompt_numbers, rollout_folder, run_with_controller, until
+from tests.fake_rollout import (
+    FakeServer,
+    Script,
+    make_config,
+    prompt_numbers,
+    rollout_folder,
+    run_with_controller,
+    until,
+)
 
 pytestmark = pytest.mark.distributed
 
 AGENT = "actor_rollout_ref.rollout.agent"
-FUNCTION = '''
+FUNCTION = """
 import asyncio, os
 from pathlib import Path
 from megatron_dapo.agents.interface import Outcome
@@ -27,7 +35,7 @@ async def rollout(task, model, folder, turns=2):
         while Path(folder, "wait").exists():
             await asyncio.sleep(0.02)
     return Outcome(reward=float(task.number), metrics={"turns": turns})
-'''
+"""
 
 
 @pytest.fixture

@@ -7,7 +7,11 @@ import pytest
 
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.checkpointing.state_file import from_bytes, to_bytes
+from megatron_dapo.commands.evaluation.answer_file import AnswerFile
+from megatron_dapo.commands.evaluation.answering import answer
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.rollout.build_rollout import load_prompts
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import (
     WORDS,
@@ -125,6 +129,28 @@ def test_validation_plays_the_same_agent_with_its_own_sampling(folder, monkeypat
     validated = [f"data.val_files=[{folder}/val.jsonl]", f"{rollout}.val_n=2", f"{rollout}.val_temperature=0.25"]
     metrics, _ = run(folder, monkeypatch, mixed, scenario, *validated)
     assert metrics["val/accuracy"] == 0.5 and metrics["val/num_env_failures"] == 0 and metrics["val/num_prompts"] == 3
+
+
+def test_an_evaluation_plays_agents_too(folder, monkeypatch):
+    async def main():
+        server = await FakeServer(Script(default=("right",))).start()
+        try:
+            rollout = "actor_rollout_ref.rollout"
+            config = make_config(folder, [server], *ON, f"{rollout}.val_n=2", f"{rollout}.val_temperature=0.25")
+            tokenizer = load_tokenizer(folder)
+            prompts = load_prompts([f"{folder}/val.jsonl"], config, tokenizer)
+            answers = AnswerFile(folder / "answers.jsonl")
+            await answer(config, prompts, tokenizer, answers, None, lambda version: None, lambda: None)
+            return answers.records
+        finally:
+            await server.stop()
+
+    with controllers_agents(monkeypatch, mixed) as made:
+        records = asyncio.run(main())
+    assert all(task.is_validation for task in made.pools[0].tasks)
+    assert sorted((record["prompt"], record["correct"], record["num_turns"]) for record in records) == [
+        (f"p{number}", is_right, 2 + (not is_right)) for number in range(3) for is_right in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
