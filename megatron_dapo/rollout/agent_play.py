@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import random
-import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +18,6 @@ from megatron_dapo.agents.forest import Forest, Node
 from megatron_dapo.agents.gateways import GatewayLost, Gateways, Session
 from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
-from megatron_dapo.common.countdown import Countdown
 from megatron_dapo.common.places import Places
 from megatron_dapo.common.rollout_errors import Aborted
 from megatron_dapo.config.schema.agent import AgentConfig
@@ -38,6 +36,7 @@ from megatron_dapo.servers.server_pool import ServerPool
 log = logging.getLogger(__name__)
 
 _PARSE_S = 60.0  # a server's limit to take a text apart
+_LOOK_S = 0.02  # between two looks at a clock that stands still
 # code of the error that an agent's last request got -> the trajectory's finish reason
 _REFUSALS = {"context_length_exceeded": "length", "max_turns": "turns", "max_branches": "turns"}
 
@@ -63,39 +62,33 @@ class Agents:
         await self.gateways.close()
 
 
-@dataclass
-class _RequestBudget(Budget):
-    """The budget of one request: its trajectory's clock counts only time at servers."""
-
-    clock: Countdown | None = None
-
-    @asynccontextmanager
-    async def spend(self) -> AsyncIterator[None]:
-        assert self.clock is not None
-        with self.clock.held(-1):
-            yield
-
-
 class _Attempt:
     """One try of a trajectory: answers its gateway's requests, and keeps the answers."""
 
     def __init__(self, start: Start, number: int, timeout_s: float, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.forest = Forest(*start.seeds, number)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_late = asyncio.Event()
-        self.clock = Countdown(timeout_s, self.is_late.set)
+        self.is_late = False
         self.servers: dict[str, None] = {}  # URLs, the last one used last
         self._start = start
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._salt: str | None = None
-        self._began = time.monotonic()
-        self._at_servers = TimeSpent()
-        self._num_open = 0
+        self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
+        self._seconds_left = timeout_s
+        self._clock, self._tools = TimeSpent(), TimeSpent()
+        self.note(0, 0)
+
+    async def become_late(self) -> None:
+        """Return when its seconds are used up; they stand still while a request waits for a place."""
+        while (left := self._seconds_left) > 0:
+            await asyncio.sleep(max(left, _LOOK_S))
+            self._seconds_left -= self._clock.take()
+        self.is_late = True
 
     def tool_s(self) -> float:
-        """Return the seconds since its beginning without a request; asked once."""
-        return time.monotonic() - self._began - self._at_servers.take()
+        """Return the seconds without a request; asked once."""
+        return self._tools.take()
 
     async def answer(self, turn: Turn) -> list[Answer]:
         """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
@@ -105,7 +98,7 @@ class _Attempt:
             raise TurnRefused(400, "invalid_tokens", f"the request {error}") from None
         if ((suffix < 0) | (suffix >= self._vocab_size)).any():
             raise TurnRefused(400, "invalid_tokens", "the request has a token id outside the model's vocabulary")
-        self._note_open(1)
+        self.note(1, 0)
         try:
             seeds = [self.forest.next_seed(turn.parent, suffix) for _ in range(turn.num_answers)]
             generations = await run_all(self._generate(turn, suffix, seed) for seed in seeds)
@@ -115,7 +108,7 @@ class _Attempt:
                 self.failure.exception()  # the attempt may have ended already
             raise TurnRefused(403, "trajectory_ended", "the trajectory has ended") from error
         finally:
-            self._note_open(-1)
+            self.note(-1, 0)
         return [
             self._answer(Node(turn.parent, suffix, generation, seed, turn.request, choice))
             for choice, (generation, seed) in enumerate(zip(generations, seeds, strict=True))
@@ -135,13 +128,16 @@ class _Attempt:
             server_url=writers[-1] if writers else None,
             cache_salt=self._salt,
             num_routed=max(len(before) - 1, 0),
-            clock=self.clock,
+            attempt=self,
         )
         params = replace(
             self._start.params, max_new_tokens=turn.max_new_tokens, stop=tuple(turn.stop), sampling_seed=seed
         )
-        with self.clock.held():
+        self.note(0, 1)
+        try:
             generation = await self._start.generate(joined(TOKEN, before, suffix), params, budget)
+        finally:
+            self.note(0, -1)
         self._salt = self._salt or budget.cache_salt
         if generation.finish_reason == "abort":  # an agent's state cannot be restored
             raise Aborted
@@ -150,9 +146,28 @@ class _Attempt:
         num_read = len(before) + len(suffix) - budget.num_routed
         return up_to_stop(generation, turn.stop, num_read, self._tokenizer.decode)
 
-    def _note_open(self, change: int) -> None:
-        self._num_open += change
-        self._at_servers.switch(self._num_open > 0)
+    def note(self, num_open: int, num_waiting: int) -> None:
+        """Change the numbers of requests."""
+        self._num_open += num_open
+        self._num_waiting += num_waiting
+        self._clock.switch(not self._num_waiting)
+        self._tools.switch(not self._num_open)
+
+
+@dataclass
+class _RequestBudget(Budget):
+    """The budget of one request: its time is its trajectory's."""
+
+    attempt: _Attempt | None = None
+
+    @asynccontextmanager
+    async def spend(self) -> AsyncIterator[None]:
+        assert self.attempt is not None
+        self.attempt.note(0, -1)
+        try:
+            yield
+        finally:
+            self.attempt.note(0, 1)
 
 
 def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decode: Callable[..., str]) -> Generation:
@@ -199,8 +214,6 @@ class AgentPlay:
                     return await self._try(start, attempt)
                 except (AgentFailure, GatewayLost) as error:
                     reason = error.reason if isinstance(error, AgentFailure) else f"crash: {error}"
-                finally:
-                    attempt.clock.stop()
                 log.info("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
                 is_last = number == keys.max_restarts
                 if not self.is_validation:
@@ -262,7 +275,7 @@ class AgentPlay:
         task = AgentTask(*of_row, number=start.number, is_validation=self.is_validation)
         agent = asyncio.create_task(self.agents.pool.run(task, session.endpoint, math.inf))
         lost = asyncio.create_task(session.lost.wait())
-        late = asyncio.create_task(attempt.is_late.wait())
+        late = asyncio.create_task(attempt.become_late())
         ends: set[asyncio.Future] = {agent, attempt.failure, lost}
         try:
             await asyncio.wait({*ends, late, session.limit}, return_when=asyncio.FIRST_COMPLETED)
@@ -315,6 +328,6 @@ def _trajectory(start: Start, attempt: _Attempt, kept: Sequence[int], notes: Ses
         if is_cut and len(trajectory.last_tokens) >= start.params.max_new_tokens:  # no room is left
             trajectory.finish_reason = "length"
     trajectory.finish_reason = _REFUSALS.get(notes.refusal or "", trajectory.finish_reason)
-    if attempt.is_late.is_set():
+    if attempt.is_late:
         trajectory.finish_reason = "time"
     return trajectory
