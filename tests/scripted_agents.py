@@ -4,16 +4,26 @@ model."""
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from megatron_dapo.agents.agent_pool import AgentFailure
 from megatron_dapo.agents.gateways import GatewayLost
 from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.config.schema.agent import AgentConfig
-from megatron_dapo.rollout.agent_play import Agents
+from megatron_dapo.config.schema.run import DataConfig
+from megatron_dapo.data.samples import Group
+from megatron_dapo.rewards.reward_result import RewardResult
+from megatron_dapo.rollout.agent_play import AgentPlay, Agents
+from megatron_dapo.rollout.sampling import Sampler
+from megatron_dapo.servers.client import Generation, SamplingParams
+from tests.synthetic import synthetic_groups
 
 Agent = Callable[[AgentTask, "Model"], Awaitable[Outcome]]
 
@@ -157,3 +167,89 @@ def controllers_agents(monkeypatch: Any, agent: Agent) -> Iterator[SimpleNamespa
         patch.setattr("megatron_dapo.rollout.build_rollout.Gateways", noted(made.gateways, ScriptedGateways))
         patch.setattr("megatron_dapo.rollout.build_rollout.AgentPool", noted(made.pools, pool_of(agent)))
         yield made
+
+
+MAX_RESPONSE = 12
+
+
+class Servers:
+    """A pool of one server. `answer`: of the request's tokens and parameters; may raise."""
+
+    def __init__(self, answer=None):
+        self.version, self.cache_salt, self.is_aborting = 1, "salt", False
+        self.asked, self.salts, self.preferred, self.questions = [], [], [], []
+        self.answer = answer or (lambda tokens, params: (10, 11))
+        self.slot_s = 0.0
+        self.url = "url"
+
+    @asynccontextmanager
+    async def slot(self, avoid, prefer, is_first):
+        self.preferred.append(prefer)
+        await asyncio.sleep(self.slot_s)
+        yield self
+
+    async def generate(self, tokens, params, timeout_s, oldest, salt, experts, answer):
+        self.asked.append((tokens.tolist(), params))
+        self.questions.append(experts)
+        self.salts.append(salt)
+        written = self.answer(tokens.tolist(), params)
+        if asyncio.iscoroutine(written):
+            written = await written
+        if isinstance(written, Generation):
+            return written
+        reason = "length" if len(written) >= params.max_new_tokens else "stop"
+        return Generation(written, (-0.5,) * len(written), reason, (1,) * len(written), servers=("url",))
+
+
+class Rewards:
+    """Notes the texts that it scores."""
+
+    scores_groups = False
+
+    def __init__(self):
+        self.texts = []
+
+    async def score(self, source, text, *_):
+        self.texts.append(text)
+        return RewardResult(0.25, False)
+
+
+class Words:
+    def decode(self, tokens, skip_special_tokens=True):
+        return " ".join(map(str, np.asarray(tokens).tolist()))
+
+
+class Played:
+    """A group of one response or more, with all that took part."""
+
+    def __init__(self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, **keys):
+        (group,) = synthetic_groups(64, num_groups=1)
+        self.drawn = replace(group, samples=(), version=1)
+        self.servers, self.rewards = servers or Servers(answer), Rewards()
+        self.servers.slot_s = slot_s
+        self.agent, self.n, self.keys, self.is_validation = agent, n, keys, is_validation
+        self.routers = routers
+        self.group: Group = asyncio.run(self.play())
+
+    async def play(self):
+        self.agents = agents_of(self.agent, **{"end_timeout_s": 0.05, **self.keys})
+        data = DataConfig(max_prompt_length=8)
+        play = AgentPlay(self.agents, self.servers, Words(), data, 64, self.is_validation).play
+        keys = RolloutConfig(request_timeout_s=60.0, max_retries=0)
+        sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1, routers=self.routers)
+        try:
+            return await sampler.sample_group(self.drawn, self.n, SamplingParams(MAX_RESPONSE, temperature=0.5))
+        finally:
+            await self.agents.close()  # nothing is under way any more
+            self.metrics = self.agents.metrics.take()
+
+    @property
+    def sample(self):
+        (sample,) = self.group.samples
+        return sample
+
+
+async def two_turns(task, model):
+    (first,) = await model.ask([1, 2])
+    await model.ask([5], first.node)
+    return Outcome(reward=1.0)

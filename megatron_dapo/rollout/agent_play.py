@@ -28,7 +28,7 @@ from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
 from megatron_dapo.rollout.sampling import run_all
 from megatron_dapo.rollout.time_spent import TimeSpent
-from megatron_dapo.rollout.trajectory import Budget, Start, Trajectory
+from megatron_dapo.rollout.trajectory import Budget, Trajectory, TrajectoryStart
 from megatron_dapo.servers.client import Generation
 from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_pool import ServerPool
@@ -52,7 +52,7 @@ class Agents:
         self.metrics = AgentMetrics()  # of training
 
     async def start(self) -> None:
-        """Start the processes. Raises UserError for an unusable agent or port, WorkerLost."""
+        """TrajectoryStart the processes. Raises UserError for an unusable agent or port, WorkerLost."""
         await self.gateways.start()
         await self.pool.start()
 
@@ -65,7 +65,9 @@ class Agents:
 class _Attempt:
     """One try of a trajectory: answers its gateway's requests, and keeps the answers."""
 
-    def __init__(self, start: Start, number: int, timeout_s: float, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, start: TrajectoryStart, number: int, timeout_s: float, tokenizer: Tokenizer, vocab_size: int
+    ) -> None:
         self.forest = Forest(*start.seeds, number)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_late = False
@@ -201,7 +203,7 @@ class AgentPlay:
     vocab_size: int  # above all tokens that an agent may send
     is_validation: bool = False  # told to the agent; such trajectories are in no metric of a step
 
-    async def play(self, start: Start) -> Trajectory:
+    async def play(self, start: TrajectoryStart) -> Trajectory:
         """Return a whole trajectory: a `Play`.
 
         A failed agent begins anew, `max_restarts` times; then the failure stands in the verdict.
@@ -224,7 +226,7 @@ class AgentPlay:
         trajectory.fail(reason, "agent")
         return trajectory
 
-    async def _try(self, start: Start, attempt: _Attempt) -> Trajectory:
+    async def _try(self, start: TrajectoryStart, attempt: _Attempt) -> Trajectory:
         """Return the trajectory of an attempt. Raises AgentFailure, GatewayLost, and the servers' errors."""
         keys = self.agents.keys
         limits = Limits(
@@ -253,17 +255,17 @@ class AgentPlay:
             if outcome is None:
                 trajectory.finish_reason = "turns"  # it went on asking
         outcome = outcome or Outcome()
-        given = outcome if outcome.reward is not None else session.posted or outcome
-        if given.reward is not None:
-            correct = given.reward > 0 if given.correct is None else given.correct
-            trajectory.verdict = RewardResult(given.reward, correct)
+        judged = outcome if outcome.reward is not None else session.posted or outcome
+        if judged.reward is not None:
+            correct = judged.reward > 0 if judged.correct is None else judged.correct
+            trajectory.verdict = RewardResult(judged.reward, correct)
         if not self.is_validation:
-            num_errors = int(bool(outcome.error or given.error))
+            num_errors = int(bool(outcome.error or judged.error))
             self.agents.metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
-            self.agents.metrics.add(attempt.tool_s(), {**given.metrics, **outcome.metrics})
+            self.agents.metrics.add(attempt.tool_s(), {**judged.metrics, **outcome.metrics})
         return trajectory
 
-    async def _run(self, start: Start, attempt: _Attempt, session: Session) -> Outcome | None:
+    async def _run(self, start: TrajectoryStart, attempt: _Attempt, session: Session) -> Outcome | None:
         """Run the agent to its end; None if it had to be killed after a limit.
 
         Raises AgentFailure, GatewayLost, and the errors of its requests.
@@ -307,7 +309,7 @@ class AgentPlay:
             await self.servers.wait_for_slot_change()
 
 
-def _trajectory(start: Start, attempt: _Attempt, kept: Sequence[int], notes: SessionNotes) -> Trajectory:
+def _trajectory(start: TrajectoryStart, attempt: _Attempt, kept: Sequence[int], notes: SessionNotes) -> Trajectory:
     """Return the trajectory of an attempt's answers, with the reason of its end."""
     branches = attempt.forest.branches(kept)
     trajectory = Trajectory(start.prompt.tokens)

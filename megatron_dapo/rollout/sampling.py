@@ -25,7 +25,7 @@ from megatron_dapo.rewards.shaping import Shaping, unshaped
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
-from megatron_dapo.rollout.trajectory import Budget, Play, Start, Trajectory, single_turn
+from megatron_dapo.rollout.trajectory import Budget, Play, Trajectory, TrajectoryStart, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
 from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server import Server
@@ -179,7 +179,9 @@ class Sampler:
         seeds = (self._seed, group.uid, number)
         generate = partial(self._generate, group)
         with self.reward_wait.writing():
-            trajectory = await self._play(Start(group.prompt, params, generate, seeds, number, begun, note_partial))
+            trajectory = await self._play(
+                TrajectoryStart(group.prompt, params, generate, seeds, number, begun, note_partial)
+            )
         try:
             with self.reward_wait.scoring():
                 verdict = await self._verdict(group, number, trajectory, together)

@@ -76,7 +76,7 @@ Generate = Callable[[TokenIds, SamplingParams, Budget], Awaitable[Generation]]
 
 
 @dataclass(frozen=True)
-class Start:
+class TrajectoryStart:
     """The beginning of a trajectory, and its way to the servers."""
 
     prompt: Prompt
@@ -182,11 +182,11 @@ class Trajectory:
         self.verdict = RewardResult(score, correct=False, error=f"{who}: {reason}")
 
 
-Play = Callable[[Start], Awaitable[Trajectory]]
+Play = Callable[[TrajectoryStart], Awaitable[Trajectory]]
 """A way to a whole trajectory. Raises Aborted if it is aborted, and the errors of `generate`."""
 
 
-async def single_turn(start: Start) -> Trajectory:
+async def single_turn(start: TrajectoryStart) -> Trajectory:
     """Return a trajectory of one response, without an environment: a `Play`."""
     prompt, params, begun, on_partial = start.prompt, start.seeded(0), start.begun, start.on_partial
     trajectory = Trajectory(prompt.tokens)
@@ -226,7 +226,7 @@ class MultiTurn:
     data: DataConfig  # chat template, and the limit of a prompt with the environment's opening
     keys: MultiTurnConfig  # limits of turns and seconds
 
-    async def play(self, start: Start) -> Trajectory:
+    async def play(self, start: TrajectoryStart) -> Trajectory:
         """Return a whole trajectory: a `Play`.
 
         A failure of its environment ends it and stands in its verdict. Raises UserError if the chat
@@ -240,7 +240,7 @@ class MultiTurn:
             trajectory.fail(failure.reason)
         return trajectory
 
-    async def _play(self, trajectory: Trajectory, start: Start, environment: EnvironmentSession) -> str:
+    async def _play(self, trajectory: Trajectory, start: TrajectoryStart, environment: EnvironmentSession) -> str:
         """Fill the trajectory; return the reason of its end."""
         prompt = start.prompt
         budget = Budget(self.keys.timeout_s)

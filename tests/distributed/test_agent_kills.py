@@ -9,7 +9,6 @@ import psutil
 import pytest
 
 from tests.fake_rollout import (
-    FakeServer,
     Script,
     make_config,
     prompt_numbers,
