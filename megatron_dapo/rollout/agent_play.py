@@ -52,7 +52,7 @@ class Agents:
         self.metrics = AgentMetrics()  # of training
 
     async def start(self) -> None:
-        """TrajectoryStart the processes. Raises UserError for an unusable agent or port, WorkerLost."""
+        """Start the processes. Raises UserError for an unusable agent or port, WorkerLost."""
         await self.gateways.start()
         await self.pool.start()
 
