@@ -100,6 +100,8 @@ class _Attempt:
             raise TurnRefused(400, "invalid_tokens", f"the request {error}") from None
         if ((suffix < 0) | (suffix >= self._vocab_size)).any():
             raise TurnRefused(400, "invalid_tokens", "the request has a token id outside the model's vocabulary")
+        if turn.parent is None and not len(suffix):
+            raise TurnRefused(400, "invalid_tokens", "the request has no token")
         self.note(1, 0)
         try:
             seeds = [self.forest.next_seed(turn.parent, suffix) for _ in range(turn.num_answers)]

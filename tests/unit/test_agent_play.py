@@ -126,18 +126,18 @@ def test_the_agents_stop_strings_and_room_reach_the_server():
     assert (params.stop, params.max_new_tokens) == (("x", "y"), 3)
 
 
-def test_a_token_that_no_model_has_is_refused():
+def test_tokens_that_no_model_has_are_refused():
     refusals = []
 
     async def agent(task, model):
-        for wrong in (64, -1, 2**70, True, 1.5):
+        for wrong in ([1, 64], [1, -1], [1, 2**70], [True], [1.5], []):
             with pytest.raises(TurnRefused) as refusal:
-                await model.ask([1, wrong])
+                await model.ask(wrong)
             refusals.append((refusal.value.status, refusal.value.code))
         return await two_turns(task, model)
 
     assert Played(agent).sample.num_turns == 2
-    assert refusals == [(400, "invalid_tokens")] * 5
+    assert refusals == [(400, "invalid_tokens")] * 6
 
 
 def test_an_undelivered_answer_is_counted_and_not_trained_on():
