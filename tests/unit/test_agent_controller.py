@@ -20,6 +20,7 @@ from tests.fake_rollout import (
     WritingServer,
     make_config,
     mislabelled,
+    needs_sync,
     prompt_numbers,
     run_with_controller,
     until,
@@ -273,6 +274,32 @@ def test_a_stop_keeps_finished_trajectories_and_the_others_begin_anew(folder, mo
     batch, tasks = run(folder, monkeypatch, agent, resumed)
     assert [(task.prompt, task.number) for task in tasks] == [(f"p{number}", 1) for number in range(4)]
     assert [sample.raw_reward for sample in samples(batch)] == [0.0, 1.0] * 4
+
+
+def test_servers_without_the_weights_cost_the_unfinished_trajectories_only(folder, monkeypatch):
+    gate = asyncio.Event()
+
+    async def agent(task, model):
+        (first,) = await model.ask(first_tokens(task))
+        if task.number == 1:
+            await gate.wait()
+            await model.ask([WORDS.index("p7")], first.node)
+        return Outcome(reward=float(task.number))
+
+    async def scenario(controller, servers, made):
+        step = asyncio.create_task(needs_sync(controller.next_batch(1, 1)))
+        pool = made.pools[0]
+        await until(lambda: pool.num_ended == 4 and len(pool.tasks) == 8)
+        servers[0].version = 0  # as its answers tell
+        gate.set()
+        assert await step and made.gateways[0].num_open == 0
+        account(controller)
+        servers[0].version = 1  # pushed
+        batch = await controller.next_batch(1, 1)
+        return batch, [task.number for task in pool.tasks[8:]]
+
+    batch, again = run(folder, monkeypatch, agent, scenario)
+    assert again == [1] * 4 and [sample.num_turns for sample in samples(batch)] == [1, 2] * 4
 
 
 def test_a_push_within_a_turn_labels_each_token_and_none_is_older_than_the_draw(folder, monkeypatch):

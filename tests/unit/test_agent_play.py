@@ -71,6 +71,22 @@ def test_a_posted_reward_counts_unless_the_agent_returns_one():
     assert (played.metrics["agent/steps"], played.metrics["agent/files"]) == (3.0, 1.0)
 
 
+def test_a_turn_goes_to_the_server_of_its_branch_and_a_new_one_to_the_last():
+    async def agent(task, model):
+        (first,) = await model.ask([1])
+        await model.ask([2])
+        await model.ask([3], first.node)
+        await model.ask([4])
+        return Outcome(reward=1.0)
+
+    def answer(tokens, params):
+        url = "b" if tokens[0] == 2 else "a"
+        return Generation((10,), (-0.5,), "stop", (1,), servers=(url,))
+
+    played = Played(agent, answer)
+    assert played.servers.preferred == [None, "a", "a", "a"] and played.sample.servers == ("b", "a")
+
+
 def test_choices_have_seeds_of_their_own_and_branches():
     async def agent(task, model):
         answers = await model.ask([1], n=3)
