@@ -1,9 +1,10 @@
 """The forest of one trajectory: its answers with their tokens, and the branches to train on. Pure."""
 
 import hashlib
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -137,3 +138,23 @@ class Forest:
 
     def _num_tokens(self, numbers: Iterable[int]) -> int:
         return sum(len(self.nodes[number].generation.tokens) for number in numbers)
+
+
+def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decode: Callable[..., str]) -> Generation:
+    """Return an answer of several servers up to its first stop text: each looked only in its own part.
+
+    num_read: tokens before it with routed experts in it.
+    """
+
+    def has_stop(length: int) -> bool:
+        text = decode(generation.tokens[:length], skip_special_tokens=False)
+        return any(each in text for each in stop)
+
+    whole = len(generation.tokens)
+    length = bisect_left(range(whole), True, key=has_stop)
+    if length == whole:
+        return generation
+    per_token = len(generation.routed_experts) // (num_read + whole - 1)
+    arrays = {name: getattr(generation, name)[:length] for name in ("tokens", "log_probs", "weight_versions")}
+    experts = generation.routed_experts[: per_token * (num_read + length - 1)]
+    return replace(generation, **arrays, finish_reason="stop", routed_experts=experts)

@@ -4,8 +4,7 @@ import asyncio
 import logging
 import math
 import random
-from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.agents.agent_pool import AgentFailure, AgentPool
-from megatron_dapo.agents.forest import Forest, Node
+from megatron_dapo.agents.forest import Forest, Node, up_to_stop
 from megatron_dapo.agents.gateways import GatewayLost, Gateways, Session
 from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
@@ -172,26 +171,6 @@ class _RequestBudget(Budget):
             yield
         finally:
             self.attempt.note(0, 1)
-
-
-def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decode: Callable[..., str]) -> Generation:
-    """Return an answer of several servers up to its first stop text: each looked only in its own part.
-
-    num_read: tokens before it with routed experts in it.
-    """
-
-    def has_stop(length: int) -> bool:
-        text = decode(generation.tokens[:length], skip_special_tokens=False)
-        return any(each in text for each in stop)
-
-    whole = len(generation.tokens)
-    length = bisect_left(range(whole), True, key=has_stop)
-    if length == whole:
-        return generation
-    per_token = len(generation.routed_experts) // (num_read + whole - 1)
-    arrays = {name: getattr(generation, name)[:length] for name in ("tokens", "log_probs", "weight_versions")}
-    experts = generation.routed_experts[: per_token * (num_read + length - 1)]
-    return replace(generation, **arrays, finish_reason="stop", routed_experts=experts)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.turns import COUNTS, TurnRefused
 from megatron_dapo.common.places import Places
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
-from megatron_dapo.rollout.agent_play import up_to_stop
 from megatron_dapo.servers.client import Generation
-from tests.scripted_agents import Played, Servers, Words, two_turns
+from tests.scripted_agents import Played, Servers, two_turns
 
 pytestmark = pytest.mark.unit
 
@@ -235,15 +234,3 @@ def test_time_in_tools_is_time_without_a_request():
     played = Played(agent, lambda tokens, params: slow())
     assert 0.1 <= played.metrics["agent/tool_s"] <= time.monotonic() - began - 0.4 + 0.01
     assert played.metrics["agent/num_errors"] == 1
-
-
-def test_an_answer_of_several_servers_ends_at_its_first_stop_text():
-    """The stop text `1 2` lies over the border of the parts, which no server could see."""
-    tokens = (5, 1, 2, 3, 1, 2, 7)
-    experts = np.arange(2 * (4 + 7 - 1), dtype=np.uint8)  # two per token, of four tokens read before
-    whole = Generation(tokens, (-0.5,) * 7, "length", (1,) * 7, routed_experts=experts)
-    cut = up_to_stop(whole, ("9", "1 2"), 4, Words().decode)
-    assert cut.tokens.tolist() == [5, 1, 2] and cut.finish_reason == "stop"
-    assert len(cut.log_probs) == len(cut.weight_versions) == 3
-    assert cut.routed_experts.tolist() == list(range(2 * (4 + 3 - 1)))
-    assert up_to_stop(whole, ("9",), 4, Words().decode) is whole

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.agents.forest import Forest, Node
+from megatron_dapo.agents.forest import Forest, Node, up_to_stop
 from megatron_dapo.servers.client import Generation
 
 pytestmark = pytest.mark.unit
@@ -177,3 +177,19 @@ def test_branches_do_not_depend_on_the_order_in_which_answers_end(case, random):
         parent = None if node.parent is None else new[node.parent]
         turned.add(Node(parent, node.suffix, node.generation, node.seed, node.request, node.choice))
     assert rows(turned) == rows(forest)
+
+
+def words(tokens, skip_special_tokens):
+    return " ".join(map(str, tokens.tolist()))
+
+
+def test_an_answer_of_several_servers_ends_at_its_first_stop_text():
+    """The stop text `1 2` lies over the border of the parts, which no server could see."""
+    tokens = (5, 1, 2, 3, 1, 2, 7)
+    experts = np.arange(2 * (4 + 7 - 1), dtype=np.uint8)  # two per token, of four tokens read before
+    whole = Generation(tokens, (-0.5,) * 7, "length", (1,) * 7, routed_experts=experts)
+    cut = up_to_stop(whole, ("9", "1 2"), 4, words)
+    assert cut.tokens.tolist() == [5, 1, 2] and cut.finish_reason == "stop"
+    assert len(cut.log_probs) == len(cut.weight_versions) == 3
+    assert cut.routed_experts.tolist() == list(range(2 * (4 + 3 - 1)))
+    assert up_to_stop(whole, ("9",), 4, words) is whole
