@@ -234,7 +234,7 @@ class Played:
     async def play(self):
         self.agents = agents_of(self.agent, **{"end_timeout_s": 0.05, **self.keys})
         data = DataConfig(max_prompt_length=8)
-        play = AgentPlay(self.agents, self.servers, Words(), data, 64, self.is_validation).play
+        play = AgentPlay(self.agents, self.servers, Words(), data, self.is_validation).play
         keys = RolloutConfig(request_timeout_s=60.0, max_retries=0)
         sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1, routers=self.routers)
         try:

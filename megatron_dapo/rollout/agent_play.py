@@ -64,16 +64,13 @@ class Agents:
 class _Attempt:
     """One try of a trajectory: answers its gateway's requests, and keeps the answers."""
 
-    def __init__(
-        self, start: TrajectoryStart, number: int, timeout_s: float, tokenizer: Tokenizer, vocab_size: int
-    ) -> None:
+    def __init__(self, start: TrajectoryStart, number: int, timeout_s: float, tokenizer: Tokenizer) -> None:
         self.forest = Forest(*start.seeds, number)
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_late = False
         self.servers: dict[str, None] = {}  # URLs, the last one used last
         self._start = start
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
         self._salt: str | None = None
         self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
         self._seconds_left = timeout_s
@@ -93,14 +90,7 @@ class _Attempt:
 
     async def answer(self, turn: Turn) -> list[Answer]:
         """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
-        try:
-            suffix = token_array(turn.suffix, TOKEN, "token id")
-        except ValueError as error:
-            raise TurnRefused(400, "invalid_tokens", f"the request {error}") from None
-        if ((suffix < 0) | (suffix >= self._vocab_size)).any():
-            raise TurnRefused(400, "invalid_tokens", "the request has a token id outside the model's vocabulary")
-        if turn.parent is None and not len(suffix):
-            raise TurnRefused(400, "invalid_tokens", "the request has no token")
+        suffix = token_array(turn.suffix, TOKEN)
         self.note(1, 0)
         try:
             seeds = [self.forest.next_seed(turn.parent, suffix) for _ in range(turn.num_answers)]
@@ -181,7 +171,6 @@ class AgentPlay:
     servers: ServerPool
     tokenizer: Tokenizer
     data: DataConfig  # the limit of a branch's first prompt
-    vocab_size: int  # above all tokens that an agent may send
     is_validation: bool = False  # told to the agent; such trajectories are in no metric of a step
 
     async def play(self, start: TrajectoryStart) -> Trajectory:
@@ -192,7 +181,7 @@ class AgentPlay:
         keys = self.agents.keys
         async with self.agents.places.taken():
             for number in count():
-                attempt = _Attempt(start, number, keys.timeout_s, self.tokenizer, self.vocab_size)
+                attempt = _Attempt(start, number, keys.timeout_s, self.tokenizer)
                 try:
                     return await self._try(start, attempt)
                 except (AgentFailure, GatewayLost) as error:

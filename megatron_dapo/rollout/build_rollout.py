@@ -154,18 +154,17 @@ def make_sampler(
     See `Sampler` for the arguments after the config. is_validation: told to agents.
     """
     rollout = config.actor_rollout_ref.rollout
-    vocab_size = read_vocab_size(config.actor_rollout_ref.model.path)
     play: Play = single_turn
     if isinstance(environments, EnvironmentPool):
         play = MultiTurn(environments, tokenizer, config.data, rollout.multi_turn).play
     elif environments is not None:
-        play = AgentPlay(environments, servers, tokenizer, config.data, vocab_size, is_validation).play
+        play = AgentPlay(environments, servers, tokenizer, config.data, is_validation).play
     return Sampler(
         servers,
         rewards,
         tokenizer,
         rollout,
-        vocab_size,
+        read_vocab_size(config.actor_rollout_ref.model.path),
         shaping,
         play,
         greedy_baseline,
@@ -249,7 +248,6 @@ def make_agents(config: Config) -> Agents:
         reasoning_parser=reasoning_parser,
         template_kwargs=keys.template_kwargs,
         apply_chat_template=config.data.apply_chat_template,
-        end_timeout_s=keys.end_timeout_s,
     )
     pool = AgentPool(keys, RunFolder.of(config.trainer).logs)
     return Agents(keys, Gateways(settings, keys.num_gateways), pool)

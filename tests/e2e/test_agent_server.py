@@ -61,7 +61,7 @@ def played(server) -> tuple[list[Sample], list]:
         tokenizer = load_tokenizer(server.model_path)
         agents = agents_of(harness)
         data = DataConfig(max_prompt_length=MAX_PROMPT, max_response_length=MAX_RESPONSE)
-        player = AgentPlay(agents, pool, tokenizer, data, 64)
+        player = AgentPlay(agents, pool, tokenizer, data)
         sampler = Sampler(pool, SimpleNamespace(scores_groups=False), tokenizer, RolloutConfig(), 64, play=player.play)
         written: list = []
         prompt = Prompt(0, "", (5, 6), "", "", "", {"written": written})

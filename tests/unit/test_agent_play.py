@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_dapo.agents.interface import Outcome
-from megatron_dapo.agents.turns import COUNTS, TurnRefused
+from megatron_dapo.agents.turns import COUNTS
 from megatron_dapo.common.places import Places
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
 from megatron_dapo.servers.client import Generation
@@ -139,20 +139,6 @@ def test_the_agents_stop_strings_and_room_reach_the_server():
 
     ((_, params),) = Played(agent).servers.asked
     assert (params.stop, params.max_new_tokens) == (("x", "y"), 3)
-
-
-def test_tokens_that_no_model_has_are_refused():
-    refusals = []
-
-    async def agent(task, model):
-        for wrong in ([1, 64], [1, -1], [1, 2**70], [True], [1.5], []):
-            with pytest.raises(TurnRefused) as refusal:
-                await model.ask(wrong)
-            refusals.append((refusal.value.status, refusal.value.code))
-        return await two_turns(task, model)
-
-    assert Played(agent).sample.num_turns == 2
-    assert refusals == [(400, "invalid_tokens")] * 6
 
 
 def test_an_undelivered_answer_is_counted_and_not_trained_on():
