@@ -76,7 +76,8 @@ class Sample(Branch):
     """
 
     uid: str  # the group's
-    # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment"
+    # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment" |
+    # "agent"
     finish_reason: str
     raw_reward: float  # by the verifier, before shaping
     correct: bool  # raw correctness, the measure of dynamic sampling's filter

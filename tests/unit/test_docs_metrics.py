@@ -12,6 +12,7 @@ SECTIONS = "actor|agent|critic|dapo|data|perf|prompt_length|replay|response_leng
 
 # metrics with names put together by the code
 MADE_FROM_PARTS = {
+    "agent/NAME",
     "val/SOURCE/accuracy",
     "data/FILE/epoch",
     "rollout/factor/SERVER",

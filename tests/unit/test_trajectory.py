@@ -16,7 +16,7 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.envs.environment import Observation
 from megatron_dapo.envs.environment_pool import EnvironmentFailure
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime
+from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TrajectoryStart
 from megatron_dapo.servers.client import Generation, SamplingParams
 from tests.unit.test_tokenizer import write_byte_level
 
@@ -93,7 +93,7 @@ def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, 
     multi_turn = MultiTurn(environment, tokenizer, data, keys)
     tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
     prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)
-    return asyncio.run(multi_turn.play(prompt, SamplingParams(max_new_tokens=max_tokens), model))
+    return asyncio.run(multi_turn.play(TrajectoryStart(prompt, SamplingParams(max_new_tokens=max_tokens), model)))
 
 
 def says(content, **fields):
