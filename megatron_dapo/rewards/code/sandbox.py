@@ -1,9 +1,7 @@
-"""Sandboxes for programs that a model wrote, made by bubblewrap: no network, no home, no other
-process, few resources.
+"""Sandboxes for programs that a model wrote: no network, no home, no other process, few resources.
 
-A sandbox has the interpreter and /usr, read-only, and a small /tmp; no /proc, no environment. One
-serves one response: inside.py runs there and answers test by test. Its answers are data, possibly
-written by the program.
+One serves one response: inside.py runs there and answers test by test. Its answers are data,
+possibly written by the program.
 """
 
 import inspect
@@ -14,10 +12,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,16 +23,11 @@ import psutil
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.code import inside
-from megatron_dapo.rewards.code.system_calls import system_call_filter
+from megatron_dapo.rewards.code.bubblewrap import ROOT, UNSANDBOXED, USER_NAMESPACE, Contents, Way, enclose
 
-_TMP_BYTES = 64 << 20
 _NUM_PROCESSES = 8  # with the sandbox's own two; threads count
 _LIMITS = {"RLIMIT_NPROC": _NUM_PROCESSES, "RLIMIT_NOFILE": 32, "RLIMIT_FSIZE": 32 << 20, "RLIMIT_CORE": 0}
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-# plus the worker's process id: limits count per user, and these users own nothing
-_FIRST_USER = 1_000_000_000
-_DEVICES = ("null", "zero", "random", "urandom")
-_SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
 _CHUNK_BYTES = 1 << 16
 _PROBE_S = 20.0
 _PROBE_MB = 512
@@ -59,21 +52,6 @@ _CURE = (
 
 class SandboxLost(RuntimeError):
     """The sandbox did not start, ended, or did not keep to the protocol."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to make a sandbox."""
-
-    name: str
-    is_sandbox: bool = True
-    is_root: bool = False
-    """Whether this machine's root makes the mounts, without a user namespace."""
-
-
-USER_NAMESPACE = Way("a user namespace")
-ROOT = Way("namespaces made by root", is_root=True)
-UNSANDBOXED = Way("none", is_sandbox=False)
 
 
 @dataclass
@@ -101,22 +79,32 @@ class _SandboxSettings:
 SETTINGS = _SandboxSettings()
 
 
-def find_way() -> Way:
-    """Return a way that works here. Raises UserError naming the missing part."""
+@dataclass(frozen=True)
+class Need:
+    """The user of a sandbox, in the words of an error."""
+
+    who: str
+    otherwise: str
+    """The choice without a sandbox."""
+
+
+CODE_TESTS = Need(
+    "reward.function: code_tests", "reward.allow_unsandboxed=true runs programs of the model with this user's rights"
+)
+
+
+def find_way(need: Need = CODE_TESTS, more_faults: Callable[[Way], str | None] = lambda _: None) -> Way:
+    """Return a way that works here, and has none of `more_faults`. Raises UserError naming the
+    missing part."""
+    cure = f"{_CURE}; {need.otherwise}"
     if shutil.which("bwrap") is None:
-        raise UserError(f"reward.function: code_tests needs a sandbox, and bwrap is not installed; {_cure()}.")
+        raise UserError(f"{need.who} needs a sandbox, and bwrap is not installed; {cure}.")
     reasons = []
     for way in (USER_NAMESPACE, ROOT) if os.geteuid() == 0 else (USER_NAMESPACE,):
-        if (fault := way_fault(way)) is None:
+        if (fault := way_fault(way) or more_faults(way)) is None:
             return way
         reasons.append(f"{way.name}: {fault}")
-    raise UserError(
-        f"reward.function: code_tests needs a sandbox, which cannot be made here ({'; '.join(reasons)}); {_cure()}."
-    )
-
-
-def _cure() -> str:
-    return f"{_CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
+    raise UserError(f"{need.who} needs a sandbox, which cannot be made here ({'; '.join(reasons)}); {cure}.")
 
 
 @cache
@@ -226,60 +214,13 @@ def _start(way: Way) -> subprocess.Popen:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
-    filter_file = os.memfd_create("system calls")
-    os.write(filter_file, system_call_filter())
-    os.lseek(filter_file, 0, os.SEEK_SET)
-    user = _FIRST_USER + os.getpid()
-    options: dict[str, Any] = {}
-    if way.is_root:
-        # the mounts are root's, the program is nobody's: without any right, and without a way back
-        # to one
-        python = [
-            *("/usr/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"),
-            *("--ambient-caps=-all", "--bounding-set=-all", "--", *python),
-        ]
-    elif os.geteuid() == 0:
-        options = {"user": user, "group": user, "extra_groups": []}
-    command = [
-        *("choom", "-n", "1000", "--", "bwrap", *_namespaces(way), "--die-with-parent", "--new-session"),
-        *_mounts(),
-        *("--seccomp", str(filter_file), "--", *python),
-    ]
+    enclosed = enclose(way, Contents(), python)
+    user: dict[str, Any] = {}
+    if enclosed.user is not None:
+        user = {"user": enclosed.user, "group": enclosed.user, "extra_groups": []}
     try:
         return subprocess.Popen(
-            command, env=_ENVIRONMENT, pass_fds=[filter_file], cwd="/", bufsize=0, **pipes, **options
+            enclosed.command, env=_ENVIRONMENT, pass_fds=[enclosed.filter_file], cwd="/", bufsize=0, **pipes, **user
         )
     finally:
-        os.close(filter_file)
-
-
-def _namespaces(way: Way) -> list[str]:
-    if not way.is_root:
-        return ["--unshare-all"]
-    capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return [
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        *(word for name in capabilities for word in ("--cap-add", name)),
-    ]
-
-
-def _mounts() -> list[str]:
-    """Return the options for the file system: the system and the interpreter, read-only, four
-    devices and a /tmp."""
-    words = ["--ro-bind", "/usr", "/usr"]
-    for path in (Path("/") / name for name in _SYSTEM_LINKS):
-        if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
-        elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
-    for folder in ("/dev", "/etc"):
-        # made for a file in it, bubblewrap's folders are closed to others
-        words += ["--perms", "0755", "--dir", folder]
-    words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr"):
-        words += ["--ro-bind", str(prefix), str(prefix)]
-    for name in _DEVICES:
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    words += ["--size", str(_TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    return [*words, "--remount-ro", "/"]
+        os.close(enclosed.filter_file)
