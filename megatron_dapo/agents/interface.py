@@ -1,7 +1,11 @@
 """The records of a rollout function: its task, the endpoint of its model, its outcome."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite
+from typing import Annotated, Any
+
+from annotated_types import MaxLen
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from megatron_dapo.data.chat_messages import Messages
 
@@ -30,10 +34,10 @@ class Outcome:
     """None: `reward.function` scores the text of the last branch."""
     correct: bool | None = None
     """Needs a reward; None: whether the reward is above 0."""
-    error: str | None = None
+    error: Annotated[str, MaxLen(1000)] | None = None
     """The reason of a failure of the agent itself; the trajectory still counts."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Means over the step's trajectories are logged as agent/NAME."""
+    metrics: Annotated[dict[Annotated[str, MaxLen(64)], FiniteFloat], MaxLen(64)] = field(default_factory=dict)
+    """At most 64. Means over the step's trajectories are logged as agent/NAME."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that no trajectory can hold."""
@@ -41,3 +45,19 @@ class Outcome:
             raise ValueError(f"an agent's reward must be a finite number, not {self.reward}")
         if self.correct is not None and self.reward is None:
             raise ValueError("an agent's `correct` needs a `reward`, which may be 0")
+
+
+_FIELDS = {item.name for item in fields(Outcome)}
+_ADAPTER = TypeAdapter(Outcome)
+
+
+def outcome_of(value: Any) -> Outcome:
+    """Return the outcome that an object means: a result file's, a request's. Raises ValueError,
+    with one sentence."""
+    if not isinstance(value, dict) or not value.keys() <= _FIELDS:
+        raise ValueError(f"an agent's outcome is an object with some of {sorted(_FIELDS)}, not {str(value)[:100]}")
+    try:
+        return _ADAPTER.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"an agent's outcome: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

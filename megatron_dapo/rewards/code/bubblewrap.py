@@ -6,7 +6,7 @@ no right, and sees no process outside.
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from megatron_dapo.rewards.code.system_calls import system_call_filter
 _FIRST_USER = 1_000_000_000
 _DEVICES = ("null", "zero", "random", "urandom")
 _SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
-_COMMAND_LINKS = (
+_LINKS = (
     *(("/dev/fd", "/proc/self/fd"), ("/dev/stdin", "/proc/self/fd/0"), ("/dev/stdout", "/proc/self/fd/1")),
     *(("/dev/stderr", "/proc/self/fd/2"), ("/dev/shm", "/tmp")),
 )
@@ -38,34 +38,21 @@ UNSANDBOXED = Way("none", is_sandbox=False)
 WAYS = {way.name: way for way in (USER_NAMESPACE, ROOT)}
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The contents of a sandbox besides the system and our interpreter."""
+def enclose(
+    way: Way, program: list[str], paths: Sequence[str] = (), tmp_bytes: int = 64 << 20, is_for_commands: bool = False
+) -> tuple[list[str], int, int | None]:
+    """Return the command line that starts a program in a sandbox, the system call filter's file, to
+    be inherited, and the user and group that must start it (None: this process's).
 
-    paths: tuple[str, ...] = ()
-    """Files and folders, read-only, at their own places."""
-    links: tuple[tuple[str, str], ...] = ()
-    """Symbolic links: path and target."""
-    tmp_bytes: int = 64 << 20
-    is_for_commands: bool = False
-    """Whether any command runs there: with /proc of its own processes, and sockets among them."""
-
-
-@dataclass(frozen=True)
-class Enclosed:
-    """A command line that starts a program in a sandbox."""
-
-    command: list[str]
-    filter_file: int
-    """To be inherited, under its number."""
-    user: int | None
-    """The user and group that must start the command; None: this process's."""
-
-
-def enclose(way: Way, contents: Contents, program: list[str]) -> Enclosed:
-    """Return the command line for a program. Raises OSError."""
+    Args:
+        program: its words.
+        paths: further files and folders, read-only, at their own places.
+        tmp_bytes: size of /tmp.
+        is_for_commands: whether any command runs there: with /proc of its own processes, and
+            sockets among them.
+    """
     filter_file = os.memfd_create("system calls")
-    os.write(filter_file, system_call_filter(allows_sockets=contents.is_for_commands))
+    os.write(filter_file, system_call_filter(allows_sockets=is_for_commands))
     os.lseek(filter_file, 0, os.SEEK_SET)
     user = _FIRST_USER + os.getpid()
     if way.is_root:
@@ -77,10 +64,10 @@ def enclose(way: Way, contents: Contents, program: list[str]) -> Enclosed:
         ]
     command = [
         *("choom", "-n", "1000", "--", "bwrap", *_namespaces(way), "--die-with-parent", "--new-session"),
-        *_mounts(contents),
+        *_mounts(paths, tmp_bytes, is_for_commands),
         *("--seccomp", str(filter_file), "--", *program),
     ]
-    return Enclosed(command, filter_file, user if os.geteuid() == 0 and not way.is_root else None)
+    return command, filter_file, (user if os.geteuid() == 0 and not way.is_root else None)
 
 
 def _namespaces(way: Way) -> list[str]:
@@ -93,9 +80,9 @@ def _namespaces(way: Way) -> list[str]:
     ]
 
 
-def _mounts(contents: Contents) -> list[str]:
-    """Return the options for the file system: the system and the interpreter, read-only, four
-    devices, a /tmp, and the contents."""
+def _mounts(paths: Sequence[str], tmp_bytes: int, is_for_commands: bool) -> list[str]:
+    """Return the options for the file system: the system, the interpreter and `paths`, read-only,
+    four devices and a /tmp."""
     words = ["--ro-bind", "/usr", "/usr"]
     for folder in (Path("/") / name for name in _SYSTEM_LINKS):
         if folder.is_symlink():
@@ -109,24 +96,17 @@ def _mounts(contents: Contents) -> list[str]:
         words += ["--ro-bind", str(prefix), str(prefix)]
     for name in _DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    links = contents.links
-    if contents.is_for_commands:
+    if is_for_commands:
         words += ["--proc", "/proc", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
-        links += _COMMAND_LINKS
-    words += ["--size", str(contents.tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    for path in contents.paths:
-        words += [*_open_folders(_parents(path)), "--ro-bind", path, path]
-    for place, target in links:
-        words += [*_open_folders(_parents(place)), "--symlink", target, place]
+        words += [word for place, target in _LINKS for word in ("--symlink", target, place)]
+    words += ["--size", str(tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    for path in paths:
+        above = [str(parent) for parent in reversed(Path(path).parents) if str(parent) not in ("/", "/tmp")]
+        words += [*_open_folders(above), "--ro-bind", path, path]
     return [*words, "--remount-ro", "/"]
 
 
-def _parents(path: str) -> Iterator[str]:
-    """Yield the folders above a path, from the root on, without it and /tmp."""
-    return (str(parent) for parent in reversed(Path(path).parents) if str(parent) not in ("/", "/tmp"))
-
-
-def _open_folders(paths: Iterable[str]) -> list[str]:
+def _open_folders(paths: Sequence[str]) -> list[str]:
     """Return the options that make folders; made for a file in them, bubblewrap's are closed to
     others."""
     return [word for path in paths for word in ("--perms", "0755", "--dir", path)]

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +22,7 @@ import psutil
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.code import inside
-from megatron_dapo.rewards.code.bubblewrap import ROOT, UNSANDBOXED, USER_NAMESPACE, Contents, Way, enclose
+from megatron_dapo.rewards.code.bubblewrap import ROOT, UNSANDBOXED, USER_NAMESPACE, Way, enclose
 
 _NUM_PROCESSES = 8  # with the sandbox's own two; threads count
 _LIMITS = {"RLIMIT_NPROC": _NUM_PROCESSES, "RLIMIT_NOFILE": 32, "RLIMIT_FSIZE": 32 << 20, "RLIMIT_CORE": 0}
@@ -43,7 +42,7 @@ except OSError:
     pass
 print("limited" if count < 100 else "unlimited")
 """
-_CURE = (
+CURE = (
     "install bubblewrap 0.7 or newer (`make setup-sandbox`), and let this user make namespaces (sysctl "
     "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
     "seccomp=unconfined, or root with --cap-add SYS_ADMIN)"
@@ -79,32 +78,22 @@ class _SandboxSettings:
 SETTINGS = _SandboxSettings()
 
 
-@dataclass(frozen=True)
-class Need:
-    """The user of a sandbox, in the words of an error."""
-
-    who: str
-    otherwise: str
-    """The choice without a sandbox."""
-
-
-CODE_TESTS = Need(
-    "reward.function: code_tests", "reward.allow_unsandboxed=true runs programs of the model with this user's rights"
-)
-
-
-def find_way(need: Need = CODE_TESTS, more_faults: Callable[[Way], str | None] = lambda _: None) -> Way:
-    """Return a way that works here, and has none of `more_faults`. Raises UserError naming the
-    missing part."""
-    cure = f"{_CURE}; {need.otherwise}"
+def find_way() -> Way:
+    """Return a way that works here. Raises UserError naming the missing part."""
     if shutil.which("bwrap") is None:
-        raise UserError(f"{need.who} needs a sandbox, and bwrap is not installed; {cure}.")
+        raise UserError(f"reward.function: code_tests needs a sandbox, and bwrap is not installed; {_cure()}.")
     reasons = []
     for way in (USER_NAMESPACE, ROOT) if os.geteuid() == 0 else (USER_NAMESPACE,):
-        if (fault := way_fault(way) or more_faults(way)) is None:
+        if (fault := way_fault(way)) is None:
             return way
         reasons.append(f"{way.name}: {fault}")
-    raise UserError(f"{need.who} needs a sandbox, which cannot be made here ({'; '.join(reasons)}); {cure}.")
+    raise UserError(
+        f"reward.function: code_tests needs a sandbox, which cannot be made here ({'; '.join(reasons)}); {_cure()}."
+    )
+
+
+def _cure() -> str:
+    return f"{CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
 
 
 @cache
@@ -214,13 +203,11 @@ def _start(way: Way) -> subprocess.Popen:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
-    enclosed = enclose(way, Contents(), python)
-    user: dict[str, Any] = {}
-    if enclosed.user is not None:
-        user = {"user": enclosed.user, "group": enclosed.user, "extra_groups": []}
+    command, filter_file, user = enclose(way, python)
+    options: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
         return subprocess.Popen(
-            enclosed.command, env=_ENVIRONMENT, pass_fds=[enclosed.filter_file], cwd="/", bufsize=0, **pipes, **user
+            command, env=_ENVIRONMENT, pass_fds=[filter_file], cwd="/", bufsize=0, **pipes, **options
         )
     finally:
-        os.close(enclosed.filter_file)
+        os.close(filter_file)

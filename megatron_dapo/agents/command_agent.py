@@ -1,0 +1,141 @@
+"""Agents that are commands: programs with their own interpreter.
+
+A command gets its task as a JSON file, and the model by the variables that clients of OpenAI and
+Anthropic read. Keys are there and in the file, never among its arguments: all users of a machine
+can read those.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from megatron_dapo.agents.command_process import PORT, Ended, run_in_sandbox, run_to_end
+from megatron_dapo.agents.endpoint import Endpoint
+from megatron_dapo.agents.interface import AgentTask, Outcome, outcome_of
+from megatron_dapo.common.bounded import read_json
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.schema.agent import AgentConfig
+from megatron_dapo.rewards.worker_environment import worker_environment
+
+PASS_ENV = "actor_rollout_ref.rollout.agent.pass_env"
+
+_KEY = "actor_rollout_ref.rollout.agent.command"
+_ANSWERS = ("ground_truth", "extra_info")
+_BESIDE_BIN = ("bin", "lib", "lib64", "libexec", "share", "ssl")
+_MAX_RESULT_BYTES = 1 << 20
+_MAX_LINKS = 40
+
+
+class CommandAgent:
+    """The runner of `agent.command`: a process per trajectory."""
+
+    def __init__(self, keys: AgentConfig) -> None:
+        """Take the keys. Raises UserError for an unset name of `pass_env`."""
+        self._words = keys.command
+        self._is_sandboxed = keys.sandbox
+        self._environment = worker_environment(os.environ, keys.pass_env, PASS_ENV)
+        del self._environment["PYTHONPATH"]  # of our interpreter
+        self._passed = {name: os.environ[name] for name in keys.pass_env}
+        self._paths: list[str] = []
+
+    async def start(self) -> None:
+        """Look for the program, and for a sandbox if it needs one. Raises UserError."""
+        text = " ".join(self._words)
+        if "{key}" in text:
+            raise UserError(
+                f"{_KEY} has {{key}}, but all users of this machine can read arguments; let the program take the key "
+                f"from OPENAI_API_KEY or ANTHROPIC_API_KEY in its environment, or from {{task_file}}."
+            )
+        if "{result_file}" in text and self._is_sandboxed:
+            raise UserError(
+                f"{_KEY} has {{result_file}}, but in its sandbox the model's tools could write that too; take it out "
+                f"and let reward.function score, or set rollout.agent.sandbox=false."
+            )
+        if (program := shutil.which(self._words[0])) is None:
+            raise UserError(f"{_KEY}: {self._words[0]} is no program that can be run from here; correct it.")
+        self._words = [os.path.abspath(program), *self._words[1:]]
+        if self._is_sandboxed:
+            self._words = [os.path.abspath(word) if os.path.isfile(word) else word for word in self._words]
+            needed = [*_installation(Path(program).absolute()), *filter(os.path.isfile, self._words)]
+            self._paths = [path for path in dict.fromkeys(map(str, needed)) if not path.startswith("/usr/")]
+            ended = await run_in_sandbox(["test", "-x", self._words[0]], paths=self._paths)
+            if ended.exit_code:
+                raise UserError(f"{_KEY}: {program} cannot be run in the sandbox ({ended.output.strip()}).")
+
+    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome | None]:
+        """Run the command for a trajectory; return also the outcome in its result file, if it wrote one.
+
+        Raises TimeoutError; OSError, ValueError for a file that holds none.
+        """
+        if self._is_sandboxed:
+            return await self._run_inside(task, endpoint, timeout_s), None
+        folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)  # for this user alone
+        try:
+            task_file, result_file = Path(folder.name, "task.json"), Path(folder.name, "result.json")
+            task_file.write_text(_task_text(asdict(task), endpoint))
+            variables = self._environment | _variables(endpoint) | {"TMPDIR": folder.name}
+            async with asyncio.timeout(timeout_s):
+                ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables)
+            # nobody is left who could change it
+            if result_file.is_symlink():
+                raise OSError(0, "its result file is a symbolic link")
+            is_written = result_file.exists() and not ended.exit_code
+            return ended, outcome_of(read_json(result_file, _MAX_RESULT_BYTES)) if is_written else None
+        finally:
+            await asyncio.to_thread(folder.cleanup)
+
+    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
+        """Run in a sandbox, where everything is the model's: no answer and no reward go in or out."""
+        outside = endpoint.base_url.partition(f"/t/{endpoint.key}")[0]
+        urls = {name: getattr(endpoint, name).removeprefix(outside) for name in ("base_url", "anthropic_url")}
+        urls = {name: f"http://127.0.0.1:{PORT}{path}" for name, path in urls.items()}
+        inner = replace(endpoint, **urls, reward_url="", reward_key="", socket="")
+        shown = {name: value for name, value in asdict(task).items() if name not in _ANSWERS}
+        return await run_in_sandbox(
+            self._filled(inner, "/tmp/task.json", ""),
+            files={"task.json": _task_text(shown, inner)},
+            paths=self._paths,
+            environment=self._passed | _variables(inner),
+            timeout_s=timeout_s,
+            socket=endpoint.socket,
+        )
+
+    def _filled(self, endpoint: Endpoint, task_file: str, result_file: str) -> list[str]:
+        words = self._words
+        for name, text in (
+            ("{base_url}", endpoint.base_url.replace(f"/t/{endpoint.key}", "")),
+            ("{model}", endpoint.name),
+            ("{task_file}", task_file),
+            ("{result_file}", result_file),
+        ):
+            words = [word.replace(name, text) for word in words]
+        return words
+
+
+def _task_text(task: dict, endpoint: Endpoint) -> str:
+    return json.dumps({**task, "model": endpoint.as_dict()}, default=str)
+
+
+def _variables(endpoint: Endpoint) -> dict[str, str]:
+    keys = {"OPENAI_API_KEY": endpoint.key, "ANTHROPIC_API_KEY": endpoint.key}
+    return keys | {"OPENAI_BASE_URL": endpoint.base_url, "ANTHROPIC_BASE_URL": endpoint.anthropic_url}
+
+
+def _installation(program: Path) -> Iterator[Path]:
+    """Yield the folders that belong to a program: beside its `bin`, and those of the interpreter that
+    made its virtual environment, along symbolic links."""
+    root = program.parent.parent
+    if (root / "pyvenv.cfg").is_file():
+        yield root
+        program = root / "bin" / "python"
+    for _ in range(_MAX_LINKS):
+        if program.parent.name == "bin":
+            yield from filter(Path.is_dir, (program.parent.parent / name for name in _BESIDE_BIN))
+        if not program.is_symlink():
+            return
+        program = Path(os.path.normpath(program.parent / os.readlink(program)))
