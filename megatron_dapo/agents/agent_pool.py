@@ -71,13 +71,13 @@ class AgentPool:
             reply = await self._workers.ask_once(message, timeout_s)
             if "error" in reply:
                 raise self._failure(reply["error"], reply.get("traceback", ""))
-            return outcome_of(reply)
+            return outcome_of(reply["outcome"])
         except TimeoutError:
             raise self._failure("timeout") from None
         except WorkerLost as error:
             raise self._failure(f"crash: {error}") from error
         except (OSError, ValueError) as error:
-            raise self._failure(f"exception: {getattr(error, 'strerror', None) or error}") from error
+            raise self._failure(f"exception: {error}") from error
 
     async def close(self) -> None:
         """End all workers; their trajectories fail. Idempotent."""

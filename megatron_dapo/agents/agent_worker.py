@@ -50,7 +50,7 @@ async def _answer(
     outcome = await function(AgentTask(**message["task"]), Endpoint.from_dict(message["endpoint"]), **kwargs)
     if not isinstance(outcome, Outcome):
         raise TypeError(f"a rollout function returns an Outcome, not {type(outcome).__name__}")
-    return vars(outcome_of(vars(outcome)))  # of plain values
+    return {"outcome": vars(outcome_of(vars(outcome)))}  # plain values
 
 
 if __name__ == "__main__":

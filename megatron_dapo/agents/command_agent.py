@@ -26,6 +26,7 @@ PASS_ENV = "actor_rollout_ref.rollout.agent.pass_env"
 
 _KEY = "actor_rollout_ref.rollout.agent.command"
 _ANSWERS = ("ground_truth", "extra_info")
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")  # there in every sandbox
 _BESIDE_BIN = ("bin", "lib", "lib64", "libexec", "share", "ssl")
 _MAX_RESULT_BYTES = 1 << 20
 _MAX_LINKS = 40
@@ -61,8 +62,9 @@ class CommandAgent:
         self._words = [os.path.abspath(program), *self._words[1:]]
         if self._is_sandboxed:
             self._words = [os.path.abspath(word) if os.path.isfile(word) else word for word in self._words]
-            needed = [*_installation(Path(program).absolute()), *filter(os.path.isfile, self._words)]
-            self._paths = [path for path in dict.fromkeys(map(str, needed)) if not path.startswith("/usr/")]
+            for path in (*_installation(Path(self._words[0])), *map(Path, filter(os.path.isfile, self._words))):
+                if not any(path.is_relative_to(folder) for folder in (*_SYSTEM, *self._paths)):
+                    self._paths.append(str(path))
             ended = await run_in_sandbox(["test", "-x", self._words[0]], paths=self._paths)
             if ended.exit_code:
                 raise UserError(f"{_KEY}: {program} cannot be run in the sandbox ({ended.output.strip()}).")
@@ -70,7 +72,7 @@ class CommandAgent:
     async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome | None]:
         """Run the command for a trajectory; return also the outcome in its result file, if it wrote one.
 
-        Raises TimeoutError; OSError, ValueError for a file that holds none.
+        Raises TimeoutError; ValueError for a file that holds none; OSError if no process can start.
         """
         if self._is_sandboxed:
             return await self._run_inside(task, endpoint, timeout_s), None
@@ -81,11 +83,7 @@ class CommandAgent:
             variables = self._environment | _variables(endpoint) | {"TMPDIR": folder.name}
             async with asyncio.timeout(timeout_s):
                 ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables)
-            # nobody is left who could change it
-            if result_file.is_symlink():
-                raise OSError(0, "its result file is a symbolic link")
-            is_written = result_file.exists() and not ended.exit_code
-            return ended, outcome_of(read_json(result_file, _MAX_RESULT_BYTES)) if is_written else None
+            return ended, None if ended.exit_code else _outcome(result_file)
         finally:
             await asyncio.to_thread(folder.cleanup)
 
@@ -115,6 +113,18 @@ class CommandAgent:
         ):
             words = [word.replace(name, text) for word in words]
         return words
+
+
+def _outcome(path: Path) -> Outcome | None:
+    """Return the outcome in a file, which nobody is left to change; None without one."""
+    try:
+        if path.is_symlink():
+            raise ValueError("a symbolic link")
+        return outcome_of(read_json(path, _MAX_RESULT_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its result file: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _task_text(task: dict, endpoint: Endpoint) -> str:

@@ -33,6 +33,8 @@ def become(argv: list[str], environment: dict[str, str]) -> NoReturn:
 
 async def _run(order: dict) -> int:
     """Run the command; return its exit code, negative after a signal."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda *_: None)  # it would write of each connection too many
     if (path := order["socket"]) is not None:
         server = socket.create_server(("127.0.0.1", order["port"]))
         await asyncio.start_server(lambda reader, writer: _relay(path, reader, writer), sock=server)
@@ -40,7 +42,7 @@ async def _run(order: dict) -> int:
     if child == 0:
         become(order["argv"], order["environment"])
     ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(os.pidfd_open(child), ended.set)
+    loop.add_reader(os.pidfd_open(child), ended.set)
     await ended.wait()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

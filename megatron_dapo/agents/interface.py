@@ -30,7 +30,7 @@ class AgentTask:
 class Outcome:
     """An agent's end of a trajectory."""
 
-    reward: float | None = None
+    reward: FiniteFloat | None = None
     """None: `reward.function` scores the text of the last branch."""
     correct: bool | None = None
     """Needs a reward; None: whether the reward is above 0."""
@@ -60,4 +60,5 @@ def outcome_of(value: Any) -> Outcome:
         return _ADAPTER.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"an agent's outcome: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"an agent's outcome{place and f', {place}'}: {first['msg']}") from None

@@ -91,16 +91,14 @@ def _mounts(paths: Sequence[str], tmp_bytes: int, is_for_commands: bool) -> list
             words += ["--ro-bind", str(folder), str(folder)]
     words += _open_folders(["/dev", "/etc"])
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr"):
-        words += ["--ro-bind", str(prefix), str(prefix)]
     for name in _DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     if is_for_commands:
         words += ["--proc", "/proc", "--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
         words += [word for place, target in _LINKS for word in ("--symlink", target, place)]
     words += ["--size", str(tmp_bytes), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    for path in paths:
+    prefix = os.path.realpath(sys.base_prefix)
+    for path in paths if Path(prefix).is_relative_to("/usr") else (prefix, *paths):
         above = [str(parent) for parent in reversed(Path(path).parents) if str(parent) not in ("/", "/tmp")]
         words += [*_open_folders(above), "--ro-bind", path, path]
     return [*words, "--remount-ro", "/"]
