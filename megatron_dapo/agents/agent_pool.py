@@ -9,7 +9,8 @@ from pathlib import Path
 from megatron_dapo.agents.command_agent import PASS_ENV, CommandAgent
 from megatron_dapo.agents.command_process import GRACE_S
 from megatron_dapo.agents.endpoint import Endpoint
-from megatron_dapo.agents.interface import AgentTask, Outcome, outcome_of
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.rewards.shared_workers import SharedWorkers
 from megatron_dapo.rewards.worker_environment import worker_environment
@@ -93,7 +94,7 @@ class AgentPool:
         if ended.exit_code:
             last_words = (ended.output.strip() or "it wrote nothing").splitlines()[-1]
             raise self._failure(f"crash: exit code {ended.exit_code}: {last_words[:200]}")
-        return outcome or Outcome()
+        return outcome
 
     def _failure(self, reason: str, details: str = "") -> AgentFailure:
         if reason not in self._logged and len(self._logged) < _MAX_LOGGED_FAILURES:

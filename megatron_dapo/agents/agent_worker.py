@@ -4,13 +4,15 @@ Started, watched and killed by the agent pool. The settings are answered by {} o
 ...}, then each {"task": ..., "endpoint": ...}, a trajectory, by an outcome.
 """
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megatron_dapo.agents.endpoint import Endpoint
-from megatron_dapo.agents.interface import AgentTask, Outcome, outcome_of
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import import_attribute
 from megatron_dapo.rewards.import_ahead import import_ahead
@@ -47,7 +49,12 @@ async def _answer(
     function: Callable[..., Awaitable[Outcome]] | None, kwargs: dict[str, Any], message: Message
 ) -> Message:
     assert function is not None, "the pool ends when the settings are refused"
-    outcome = await function(AgentTask(**message["task"]), Endpoint.from_dict(message["endpoint"]), **kwargs)
+    try:
+        outcome = await function(AgentTask(**message["task"]), Endpoint.from_dict(message["endpoint"]), **kwargs)
+    except (TimeoutError, asyncio.CancelledError) as error:
+        if cast(asyncio.Task, asyncio.current_task()).cancelling():
+            raise
+        raise RuntimeError(f"the function ended by its own {error!r}") from error
     if not isinstance(outcome, Outcome):
         raise TypeError(f"a rollout function returns an Outcome, not {type(outcome).__name__}")
     return {"outcome": vars(outcome_of(vars(outcome)))}  # plain values

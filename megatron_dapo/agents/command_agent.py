@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_dapo.agents.command_process import PORT, Ended, run_in_sandbox, run_to_end
 from megatron_dapo.agents.endpoint import Endpoint
-from megatron_dapo.agents.interface import AgentTask, Outcome, outcome_of
-from megatron_dapo.common.bounded import read_json
+from megatron_dapo.agents.in_sandbox import MAX_RESULT_BYTES
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.outcomes import outcome_of
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.rewards.worker_environment import worker_environment
@@ -28,7 +31,6 @@ _KEY = "actor_rollout_ref.rollout.agent.command"
 _ANSWERS = ("ground_truth", "extra_info")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")  # there in every sandbox
 _BESIDE_BIN = ("bin", "lib", "lib64", "libexec", "share", "ssl")
-_MAX_RESULT_BYTES = 1 << 20
 _MAX_LINKS = 40
 
 
@@ -46,16 +48,10 @@ class CommandAgent:
 
     async def start(self) -> None:
         """Look for the program, and for a sandbox if it needs one. Raises UserError."""
-        text = " ".join(self._words)
-        if "{key}" in text:
+        if any("{key}" in word for word in self._words):
             raise UserError(
                 f"{_KEY} has {{key}}, but all users of this machine can read arguments; let the program take the key "
                 f"from OPENAI_API_KEY or ANTHROPIC_API_KEY in its environment, or from {{task_file}}."
-            )
-        if "{result_file}" in text and self._is_sandboxed:
-            raise UserError(
-                f"{_KEY} has {{result_file}}, but in its sandbox the model's tools could write that too; take it out "
-                f"and let reward.function score, or set rollout.agent.sandbox=false."
             )
         if (program := shutil.which(self._words[0])) is None:
             raise UserError(f"{_KEY}: {self._words[0]} is no program that can be run from here; correct it.")
@@ -69,13 +65,13 @@ class CommandAgent:
             if ended.exit_code:
                 raise UserError(f"{_KEY}: {program} cannot be run in the sandbox ({ended.output.strip()}).")
 
-    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome | None]:
-        """Run the command for a trajectory; return also the outcome in its result file, if it wrote one.
+    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome]:
+        """Run the command for a trajectory; return also the outcome in its result file.
 
         Raises TimeoutError; ValueError for a file that holds none; OSError if no process can start.
         """
         if self._is_sandboxed:
-            return await self._run_inside(task, endpoint, timeout_s), None
+            return await self._run_inside(task, endpoint, timeout_s)
         folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)  # for this user alone
         try:
             task_file, result_file = Path(folder.name, "task.json"), Path(folder.name, "result.json")
@@ -83,25 +79,33 @@ class CommandAgent:
             variables = self._environment | _variables(endpoint) | {"TMPDIR": folder.name}
             async with asyncio.timeout(timeout_s):
                 ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables)
-            return ended, None if ended.exit_code else _outcome(result_file)
+            # nobody is left who could change the file
+            return ended, _outcome(ended, partial(_content, result_file))
         finally:
             await asyncio.to_thread(folder.cleanup)
 
-    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
-        """Run in a sandbox, where everything is the model's: no answer and no reward go in or out."""
+    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome]:
+        """Run in a sandbox, where all is the model's: no right answer goes in, no reward comes out."""
         outside = endpoint.base_url.partition(f"/t/{endpoint.key}")[0]
         urls = {name: getattr(endpoint, name).removeprefix(outside) for name in ("base_url", "anthropic_url")}
         urls = {name: f"http://127.0.0.1:{PORT}{path}" for name, path in urls.items()}
         inner = replace(endpoint, **urls, reward_url="", reward_key="", socket="")
         shown = {name: value for name, value in asdict(task).items() if name not in _ANSWERS}
-        return await run_in_sandbox(
-            self._filled(inner, "/tmp/task.json", ""),
+        ended = await run_in_sandbox(
+            self._filled(inner, "/tmp/task.json", "/tmp/result.json"),
             files={"task.json": _task_text(shown, inner)},
             paths=self._paths,
             environment=self._passed | _variables(inner),
             timeout_s=timeout_s,
             socket=endpoint.socket,
         )
+        outcome = _outcome(ended, lambda: ended.result)
+        if outcome.reward is not None:
+            raise ValueError(
+                "a reward from within the sandbox, where the model's tools could have written it; give an answer for "
+                "reward.function, or set rollout.agent.sandbox=false"
+            )
+        return ended, outcome
 
     def _filled(self, endpoint: Endpoint, task_file: str, result_file: str) -> list[str]:
         words = self._words
@@ -115,16 +119,19 @@ class CommandAgent:
         return words
 
 
-def _outcome(path: Path) -> Outcome | None:
-    """Return the outcome in a file, which nobody is left to change; None without one."""
+def _outcome(ended: Ended, content: Callable[[], bytes]) -> Outcome:
+    """Return the outcome in a result file; an empty one without it, or after a failure."""
     try:
-        if path.is_symlink():
-            raise ValueError("a symbolic link")
-        return outcome_of(read_json(path, _MAX_RESULT_BYTES))
-    except FileNotFoundError:
-        return None
+        text = b"" if ended.exit_code else content()
+        return outcome_of(parse_json(text)) if text else Outcome()
     except (OSError, ValueError) as error:
         raise ValueError(f"its result file: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _content(path: Path) -> bytes:
+    if path.is_symlink():
+        raise ValueError("a symbolic link")
+    return read_bytes(path, MAX_RESULT_BYTES) if path.exists() else b""
 
 
 def _task_text(task: dict, endpoint: Endpoint) -> str:

@@ -6,6 +6,7 @@ environment but the given one. Processes, memory and files are limited. Nothing 
 """
 
 import asyncio
+import fcntl
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_dapo.agents.in_sandbox import MAX_RESULT_BYTES
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.code.bubblewrap import ROOT, USER_NAMESPACE, Way
 from megatron_dapo.rewards.code.sandbox import CURE, way_fault
@@ -48,6 +50,8 @@ class Ended:
     """As a shell reports it: 128 and more after a signal, 127 if it did not start."""
     output: str
     """Standard output and error; of a long one the beginning and the end."""
+    result: bytes = b""
+    """In a sandbox the content of /tmp/result.json."""
 
 
 async def run_in_sandbox(
@@ -104,22 +108,36 @@ async def run_to_end(argv: Sequence[str], environment: Mapping[str, str], order:
         environment: all of its variables.
         order: for a sandbox, further fields of the orders of command_guard.py and in_sandbox.py.
     """
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_dapo.agents.command_guard"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=worker_environment(os.environ, (), ""),
-        start_new_session=True,  # untouched by Ctrl-C
-    )
+    near_end, far_end = os.pipe()
+    with open(near_end, "rb", buffering=0) as results:
+        with open(far_end, "wb"):
+            with suppress(OSError):  # of a user with many pipes
+                fcntl.fcntl(far_end, fcntl.F_SETPIPE_SZ, MAX_RESULT_BYTES)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megatron_dapo.agents.command_guard"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=worker_environment(os.environ, (), ""),
+                start_new_session=True,  # untouched by Ctrl-C
+                pass_fds=[far_end],
+            )
+        command = {"argv": list(argv), "environment": dict(environment), "grace_s": GRACE_S, "sandbox": None}
+        output = await _watched(process, command | (order or {}) | {"result_pipe": far_end})
+        assert process.returncode is not None, "it was waited for"
+        os.set_blocking(near_end, False)
+        return Ended(process.returncode, output.decode(errors="replace"), results.read(MAX_RESULT_BYTES) or b"")
+
+
+async def _watched(process: asyncio.subprocess.Process, order: dict[str, Any]) -> bytes:
+    """Give the guard its order; return the output when it has ended."""
     assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
-    command = {"argv": list(argv), "environment": dict(environment), "grace_s": GRACE_S, "sandbox": None}
     reading = asyncio.create_task(_head_and_tail(process.stdout))
     try:
         with suppress(ConnectionError):
-            process.stdin.write(json.dumps(command | (order or {})).encode() + b"\n")
+            process.stdin.write(json.dumps(order).encode() + b"\n")
             await process.stdin.drain()
-        output = await asyncio.shield(reading)
+        return await asyncio.shield(reading)
     except asyncio.CancelledError:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -134,8 +152,6 @@ async def run_to_end(argv: Sequence[str], environment: Mapping[str, str], order:
             process.kill()
             await process.wait()
         reading.cancel()
-    assert process.returncode is not None, "it was waited for"
-    return Ended(process.returncode, output.decode(errors="replace"))
 
 
 async def _head_and_tail(pipe: asyncio.StreamReader) -> bytes:

@@ -1,11 +1,11 @@
 """The records of a rollout function: its task, the endpoint of its model, its outcome."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import MaxLen
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from pydantic import FiniteFloat
 
 from megatron_dapo.data.chat_messages import Messages
 
@@ -37,7 +37,9 @@ class Outcome:
     error: Annotated[str, MaxLen(1000)] | None = None
     """The reason of a failure of the agent itself; the trajectory still counts."""
     metrics: Annotated[dict[Annotated[str, MaxLen(64)], FiniteFloat], MaxLen(64)] = field(default_factory=dict)
-    """At most 64. Means over the step's trajectories are logged as agent/NAME."""
+    """Means over the step's trajectories are logged as agent/NAME."""
+    answer: str | None = None
+    """Text that `reward.function` scores in place of the last branch's: a patch, a file."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that no trajectory can hold."""
@@ -45,20 +47,5 @@ class Outcome:
             raise ValueError(f"an agent's reward must be a finite number, not {self.reward}")
         if self.correct is not None and self.reward is None:
             raise ValueError("an agent's `correct` needs a `reward`, which may be 0")
-
-
-_FIELDS = {item.name for item in fields(Outcome)}
-_ADAPTER = TypeAdapter(Outcome)
-
-
-def outcome_of(value: Any) -> Outcome:
-    """Return the outcome that an object means: a result file's, a request's. Raises ValueError,
-    with one sentence."""
-    if not isinstance(value, dict) or not value.keys() <= _FIELDS:
-        raise ValueError(f"an agent's outcome is an object with some of {sorted(_FIELDS)}, not {str(value)[:100]}")
-    try:
-        return _ADAPTER.validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"an agent's outcome{place and f', {place}'}: {first['msg']}") from None
+        if self.reward is not None and self.answer is not None:
+            raise ValueError("an agent gives a `reward`, or an `answer` for reward.function, and not both")

@@ -7,7 +7,9 @@ import os
 
 import pytest
 
-from megatron_dapo.agents.interface import AgentTask, Outcome, outcome_of
+from megatron_dapo.agents import command_process
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.common.errors import UserError
 from tests.agents import endpoint, failure, in_pool, running_pool, task
 
@@ -16,6 +18,7 @@ pytestmark = pytest.mark.unit
 FUNCTIONS = """
 import asyncio, os, signal, subprocess, sys, time
 from dataclasses import asdict
+from megatron_dapo.agents.command_process import run_in_sandbox
 from megatron_dapo.agents.interface import Outcome
 
 number = 3
@@ -38,7 +41,10 @@ async def rollout(task, model, folder="", **kwargs):
     if word == "exit":
         sys.exit(3)
     if word == "cancel":
-        raise asyncio.CancelledError
+        raise asyncio.CancelledError("no one asked")
+    if word == "late":
+        async with asyncio.timeout(0.01):
+            await asyncio.sleep(600)
     if word == "nothing":
         return None
     if word == "nan":
@@ -57,6 +63,9 @@ async def rollout(task, model, folder="", **kwargs):
         raise ValueError("\\ud800")
     if word == "end":
         os._exit(7)
+    if word == "sandbox":
+        ended = await run_in_sandbox(["sh", "-c", "cat sum; exit 3"], files={"sum": task.ground_truth})
+        return Outcome(error=f"{ended.exit_code} {ended.output}")
     if word == "numpy":
         import numpy
         return Outcome(numpy.float32(0.5), metrics={"x": numpy.int64(3)})
@@ -103,6 +112,8 @@ async def noted(folder, word, times=1):
 FAILURES = {
     "raise": "exception: ValueError: no such place",
     "exit": "exception: SystemExit: 3",
+    "cancel": "exception: RuntimeError: the function ended by its own CancelledError('no one asked')",
+    "late": "exception: RuntimeError: the function ended by its own TimeoutError()",
     "nothing": "exception: TypeError: a rollout function returns an Outcome, not NoneType",
     "nan": "exception: ValueError: an agent's reward must be a finite number, not nan",
     "text": "exception: TypeError",
@@ -129,6 +140,14 @@ def test_a_function_gets_its_task_and_endpoint_and_each_failure_is_a_sentence(fo
             assert (await pool.run(task("secrets"), endpoint(), 60.0)).reward is None, "the next one is served"
 
     with_function(folder, use, pass_env=["MY_API_KEY"])
+
+
+def test_a_function_runs_a_tool_in_a_sandbox(folder):
+    try:
+        command_process._way()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert with_function(folder, lambda pool: pool.run(task("sandbox"), endpoint(), 60.0)).error == "3 42"
 
 
 def test_the_end_of_a_worker_fails_all_its_trajectories_and_repeats_none(folder):
@@ -215,6 +234,8 @@ def test_an_unset_variable_of_pass_env_is_named(folder):
         {"metrics": {"x" * 65: 1}},
         {"metrics": {str(i): 1 for i in range(65)}},
         {"reward": 1, "rewards": 1},
+        {"reward": 1, "answer": "text"},
+        {"answer": 5},
         {1: 2},
     ],
 )

@@ -55,8 +55,8 @@ def test_a_command_has_its_files_and_its_exit_code():
 MALICIOUS = {
     "forks": "for n in range(99):\n  if os.fork() == 0: time.sleep(60)\nprint('harm')",
     "a fork bomb": "try:\n  while True: os.fork()\nexcept OSError: os.getpid() == FIRST or time.sleep(60)",
-    "threads": "from threading import *\nfor _ in range(99): Thread(target=time.sleep, args=(9,), daemon=True).start()\n"
-    "print('harm', flush=True)",
+    "threads": "import threading\nfor _ in range(99):\n"
+    "  threading.Thread(target=time.sleep, args=(9,), daemon=True).start()\nprint('harm')",
     "a full disk": "for i in range(9): open(f'/tmp/{i}', 'wb').write(bytes(8 << 20))\nprint('harm')",
     "memory": "x = bytearray(5 << 30)\nprint('harm')",
     "unmapped memory": "os.memfd_create('x')\nprint('harm')",
@@ -157,6 +157,13 @@ with open(sys.argv[1]) as file:
     task = json.load(file)
 if task["prompt"] == "fail":
     sys.exit("no luck")
+if task["prompt"] == "link":
+    os.symlink("/etc/ld.so.cache", sys.argv[2])
+    sys.exit()
+if task["prompt"] != "hello":
+    with open(sys.argv[2], "w") as file:
+        file.write(task["prompt"])
+    sys.exit()
 url = os.environ["OPENAI_BASE_URL"]
 seen = {"small": post(url, 10), "large": post(url, 5 << 20), "another": post(url.replace("kkk", "jjj"), 10)}
 with ThreadPoolExecutor(16) as threads:
@@ -171,10 +178,8 @@ seen["task"] = task
 seen["words"] = sys.argv[1:]
 seen["environment"] = dict(os.environ)
 seen["prefix"] = sys.prefix
-try:
-    open(os.environ["HOME"] + "/result.json", "w").write('{"reward": 1}')
-except OSError:
-    pass
+with open(sys.argv[2], "w") as file:
+    json.dump({"answer": "x" * 900_000}, file)
 print(json.dumps(seen))
 """
 
@@ -189,7 +194,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_reward(folder):
-    words = ["own/bin/python", "agent.py", "{task_file}", "{base_url}", "{model}"]
+    words = ["own/bin/python", "agent.py", "{task_file}", "{result_file}", "{base_url}", "{model}"]
 
     async def use():
         async with (
@@ -197,8 +202,16 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
             running_pool(folder, command=words, sandbox=True, pass_env=["MY_API_KEY"]) as pool,
         ):
             own = endpoint("http://10.0.0.1:8000", path)
-            assert await pool.run(task(number=2), own, math.inf) == Outcome()
-            assert await failure(pool, "fail", to=own) == "crash: exit code 1: no luck"
+            assert await pool.run(task(number=2), own, math.inf) == Outcome(answer="x" * 900_000)
+            failures = {
+                "fail": "crash: exit code 1: no luck",
+                '{"reward": 1}': "exception: a reward from within the sandbox",
+                '{"answer": "' + "x" * (1 << 20) + '"}': "exception: its result file: Unterminated string",
+                "{": "exception: its result file: Expecting property name",
+            }
+            found = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
+            assert all(map(str.startswith, found, failures.values())), found
+            assert await pool.run(task("link"), own, math.inf) == Outcome()
             return asked
 
     asked = asyncio.run(asyncio.wait_for(use(), 60.0))
@@ -208,7 +221,7 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
     found = {name: seen[name] for name in ("small", "large", "another", "many", "flood", "after")}
     assert found == {"small": 10, "large": 5 << 20, "another": 401, "many": 4950, "flood": "refused", "after": 10}
     assert seen["prefix"] == str(folder / "own"), "its own interpreter"
-    assert seen["words"] == ["/tmp/task.json", "http://127.0.0.1:18080/v1", "policy"]
+    assert seen["words"] == ["/tmp/task.json", "/tmp/result.json", "http://127.0.0.1:18080/v1", "policy"]
     assert {*seen["task"]} == {"prompt", "messages", "data_source", "number", "is_validation", "model"}
     assert (seen["task"]["number"], seen["environment"]["MY_API_KEY"]) == (2, "mine")
     assert REWARD_KEY not in text and '"42"' not in text

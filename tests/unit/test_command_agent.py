@@ -147,14 +147,15 @@ FAILURES = {
     "[" * 100_000: "exception: its result file: lists and objects are nested more than 100 deep",
     "3": "exception: its result file: an agent's outcome is an object with some of",
     "\0": "exception: its result file: Expecting value",
-    "": "exception: its result file: Expecting value",
+    " ": "exception: its result file: Expecting value",
 }
 
 
 def test_a_bad_end_or_result_is_a_sentence_and_no_result_leaves_the_reward_to_others(folder):
     async def use(pool):
         found = await asyncio.gather(*(failure(pool, word) for word in FAILURES))
-        assert await pool.run(task("nothing"), endpoint(), 60.0) == Outcome()
+        for word in ("nothing", ""):
+            assert await pool.run(task(word), endpoint(), 60.0) == Outcome()
         assert [
             found for found, reason in zip(found, FAILURES.values(), strict=True) if not found.startswith(reason)
         ] == []
@@ -228,7 +229,6 @@ def test_many_commands_run_at_once(folder):
         (["no_such_program"], {}, "no_such_program is no program that can be run from here"),
         (["/etc/passwd"], {}, "/etc/passwd is no program"),
         ([sys.executable, "--key={key}"], {}, "has {key}, but all users of this machine can read arguments"),
-        ([sys.executable, "{result_file}"], {"sandbox": True}, "in its sandbox the model's tools could write that too"),
     ],
 )
 def test_an_unusable_command_is_one_sentence_at_the_start(folder, words, more, sentence):
