@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,8 @@ class CommandAgent:
             # nobody is left who could change the file
             return ended, _outcome(ended, partial(_content, result_file))
         finally:
-            await asyncio.to_thread(folder.cleanup)
+            with suppress(OSError, RecursionError):  # of very deep folders
+                await asyncio.to_thread(folder.cleanup)
 
     async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome]:
         """Run in a sandbox, where all is the model's: no right answer goes in, no reward comes out."""

@@ -77,14 +77,14 @@ def _main() -> None:
     for path, content in order["files"].items():
         place = os.path.join("/tmp", path)
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        with open(place, "w", encoding="utf-8", newline="") as file:
+        with open(place, "w", encoding="utf-8", errors="replace", newline="") as file:
             file.write(content)
         os.chmod(place, 0o755)
     os.set_inheritable(order["result_pipe"], False)
     code = asyncio.run(_run(order))
     with suppress(OSError), open(os.open(_RESULT, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as result:
         os.set_blocking(order["result_pipe"], False)
-        os.write(order["result_pipe"], result.read(MAX_RESULT_BYTES))
+        os.write(order["result_pipe"], result.read(MAX_RESULT_BYTES) or b"")
     sys.exit(code if code >= 0 else 128 - code)
 
 
