@@ -92,6 +92,16 @@ MALICIOUS = {
 }
 
 
+# these have a sandbox each, as they may end it
+ALONE = ("forks", "a fork bomb", "threads", "a full disk", "signals to all", "a daemon")
+ALL_OTHERS = """
+import json, subprocess, sys
+programs = json.load(open("programs"))
+run = [(name, subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)) for name, code in programs]
+print(json.dumps({name: done.stdout + done.stderr for name, done in run}))
+"""
+
+
 def program(name, **names):
     start = "import ctypes, os, resource, socket, subprocess, time\nFIRST = os.getpid()\n"
     return start + "".join(f"{key} = {value!r}\n" for key, value in names.items()) + MALICIOUS[name]
@@ -103,25 +113,27 @@ def test_a_malicious_program_does_no_harm(monkeypatch):
     monkeypatch.setitem(command_process._LIMITS, "RLIMIT_NPROC", 64)
     abstract = f"\0{os.getpid()}"
 
-    async def harm(name, **names):
-        ended = await run_in_sandbox([PYTHON, "-c", program(name, **names)])
-        is_bluff = any(error in ended.output for error in ("SyntaxError", "NameError", "AttributeError", "ImportError"))
-        return "harm" in ended.output or is_bluff
-
     async def all_of_them():
         with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
             unix.bind(abstract)
             unix.listen()
             names = {"HOME": str(Path.home()), "TEST": __file__, "PORT": server.getsockname()[1]}
             names |= {"PREFIX": sys.base_prefix, "JUDGE": os.getpid(), "ABSTRACT": abstract}
-            async with asyncio.timeout(60.0):
-                assert (await run_in_sandbox([PYTHON, "-c", "print('well')"])).output == "well\n"
-                found = await asyncio.gather(*(harm(name, **names) for name in MALICIOUS))
-                assert [name for name, bad in zip(MALICIOUS, found, strict=True) if bad] == []
-        assert (await run_in_sandbox(["echo", "well"])).output == "well\n"
+            programs = {name: program(name, **names) for name in MALICIOUS}
+            others = {"programs": json.dumps([item for item in programs.items() if item[0] not in ALONE])}
+            *alone, rest = await asyncio.gather(
+                *(run_in_sandbox([PYTHON, "-c", programs[name]]) for name in ALONE),
+                run_in_sandbox([PYTHON, "-c", ALL_OTHERS], files=others),
+            )
+        return {name: ended.output for name, ended in zip(ALONE, alone, strict=True)} | json.loads(rest.output)
 
-    asyncio.run(all_of_them())
+    outputs = asyncio.run(asyncio.wait_for(all_of_them(), 60.0))
+    assert outputs.keys() == MALICIOUS.keys()
+    assert [name for name, output in outputs.items() if "harm" in output] == []
+    bluffs = ("SyntaxError", "NameError", "AttributeError", "ImportError", "No such file or directory: '/root/")
+    assert [name for name, output in outputs.items() if any(error in output for error in bluffs)] == []
     assert not psutil.Process().children(recursive=True), "nothing outlives"
+    assert in_sandbox(["echo", "well"]).output == "well\n"
 
 
 @pytest.mark.parametrize("name", ["a symbolic link", "passwords", "a signal", "many sockets"])
@@ -207,7 +219,6 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
                 "fail": "crash: exit code 1: no luck",
                 '{"reward": 1}': "exception: a reward from within the sandbox",
                 '{"answer": "' + "x" * (1 << 20) + '"}': "exception: its result file: Unterminated string",
-                "{": "exception: its result file: Expecting property name",
             }
             found = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
             assert all(map(str.startswith, found, failures.values())), found
