@@ -6,22 +6,21 @@ can read those.
 """
 
 import asyncio
+import errno
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from megatron_dapo.agents.command_process import PORT, Ended, run_in_sandbox, run_to_end
 from megatron_dapo.agents.endpoint import Endpoint
 from megatron_dapo.agents.in_sandbox import MAX_RESULT_BYTES
-from megatron_dapo.agents.interface import AgentTask, Outcome
-from megatron_dapo.agents.outcomes import outcome_of
-from megatron_dapo.common.bounded import parse_json, read_bytes
+from megatron_dapo.agents.interface import AgentTask
+from megatron_dapo.common.bounded import read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.rewards.worker_environment import worker_environment
@@ -66,10 +65,11 @@ class CommandAgent:
             if ended.exit_code:
                 raise UserError(f"{_KEY}: {program} cannot be run in the sandbox ({ended.output.strip()}).")
 
-    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome]:
-        """Run the command for a trajectory; return also the outcome in its result file.
+    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
+        """Run the command for a trajectory, and return its end with its result file's content.
 
-        Raises TimeoutError; ValueError for a file that holds none; OSError if no process can start.
+        Raises TimeoutError; ValueError for a result that is no small file; OSError if no process
+        can start.
         """
         if self._is_sandboxed:
             return await self._run_inside(task, endpoint, timeout_s)
@@ -80,20 +80,19 @@ class CommandAgent:
             variables = self._environment | _variables(endpoint) | {"TMPDIR": folder.name}
             async with asyncio.timeout(timeout_s):
                 ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables)
-            # nobody is left who could change the file
-            return ended, _outcome(ended, partial(_content, result_file))
+            return replace(ended, result=b"" if ended.exit_code else _content(result_file))
         finally:
             with suppress(OSError, RecursionError):  # of very deep folders
                 await asyncio.to_thread(folder.cleanup)
 
-    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> tuple[Ended, Outcome]:
-        """Run in a sandbox, where all is the model's: no right answer goes in, no reward comes out."""
+    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
+        """Run in a sandbox, where all is the model's: neither the answers nor the reward's key go in."""
         outside = endpoint.base_url.partition(f"/t/{endpoint.key}")[0]
         urls = {name: getattr(endpoint, name).removeprefix(outside) for name in ("base_url", "anthropic_url")}
         urls = {name: f"http://127.0.0.1:{PORT}{path}" for name, path in urls.items()}
         inner = replace(endpoint, **urls, reward_url="", reward_key="", socket="")
         shown = {name: value for name, value in asdict(task).items() if name not in _ANSWERS}
-        ended = await run_in_sandbox(
+        return await run_in_sandbox(
             self._filled(inner, "/tmp/task.json", "/tmp/result.json"),
             files={"task.json": _task_text(shown, inner)},
             paths=self._paths,
@@ -101,13 +100,6 @@ class CommandAgent:
             timeout_s=timeout_s,
             socket=endpoint.socket,
         )
-        outcome = _outcome(ended, lambda: ended.result)
-        if outcome.reward is not None:
-            raise ValueError(
-                "a reward from within the sandbox, where the model's tools could have written it; give an answer for "
-                "reward.function, or set rollout.agent.sandbox=false"
-            )
-        return ended, outcome
 
     def _filled(self, endpoint: Endpoint, task_file: str, result_file: str) -> list[str]:
         words = self._words
@@ -121,19 +113,14 @@ class CommandAgent:
         return words
 
 
-def _outcome(ended: Ended, content: Callable[[], bytes]) -> Outcome:
-    """Return the outcome in a result file; an empty one without it, or after a failure."""
-    try:
-        text = b"" if ended.exit_code else content()
-        return outcome_of(parse_json(text)) if text else Outcome()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"its result file: {getattr(error, 'strerror', None) or error}") from error
-
-
 def _content(path: Path) -> bytes:
-    if path.is_symlink():
-        raise ValueError("a symbolic link")
-    return read_bytes(path, MAX_RESULT_BYTES) if path.exists() else b""
+    """Return the content of a result file, which nobody is left to change; nothing without it."""
+    try:
+        if path.is_symlink():
+            raise OSError(errno.EINVAL, "a symbolic link")
+        return read_bytes(path, MAX_RESULT_BYTES) if path.exists() else b""
+    except OSError as error:
+        raise ValueError(f"its result file: {error.strerror}") from error
 
 
 def _task_text(task: dict, endpoint: Endpoint) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_dapo.agents.in_sandbox import MAX_RESULT_BYTES
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.exit_codes import shell_exit_code
 from megatron_dapo.rewards.code.bubblewrap import ROOT, USER_NAMESPACE, Way
 from megatron_dapo.rewards.code.sandbox import CURE, way_fault
 from megatron_dapo.rewards.worker_environment import worker_environment
@@ -126,7 +127,8 @@ async def run_to_end(argv: Sequence[str], environment: Mapping[str, str], order:
         output = await _watched(process, command | (order or {}) | {"result_pipe": far_end})
         assert process.returncode is not None, "it was waited for"
         os.set_blocking(near_end, False)
-        return Ended(process.returncode, output.decode(errors="replace"), results.read(MAX_RESULT_BYTES) or b"")
+        code = shell_exit_code(process.returncode)
+        return Ended(code, output.decode(errors="replace"), results.read(MAX_RESULT_BYTES) or b"")
 
 
 async def _watched(process: asyncio.subprocess.Process, order: dict[str, Any]) -> bytes:
