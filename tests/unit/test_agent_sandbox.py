@@ -81,7 +81,7 @@ MALICIOUS = {
     "the kernel's settings": "open('/proc/sys/kernel/core_pattern', 'w')\nprint('harm')",
     "a system request": "open('/proc/sysrq-trigger', 'w')\nprint('harm')",
     "its environment": "print('harm' if 'PLANTED' in os.environ else '')",
-    "the home": "print(*('harm' for name in os.listdir(HOME) if not PREFIX.startswith(f'{HOME}/{name}/')))",
+    "the home": "os.listdir(HOME)\nprint('harm')",
     "the repository": "open(TEST).read()\nprint('harm')",
     "passwords": "open('/etc/passwd').read()\nprint('harm')",
     "a symbolic link": "os.symlink(TEST, '/tmp/x')\nopen('/tmp/x').read()\nprint('harm')",
@@ -118,7 +118,7 @@ def test_a_malicious_program_does_no_harm(monkeypatch):
             unix.bind(abstract)
             unix.listen()
             names = {"HOME": str(Path.home()), "TEST": __file__, "PORT": server.getsockname()[1]}
-            names |= {"PREFIX": sys.base_prefix, "JUDGE": os.getpid(), "ABSTRACT": abstract}
+            names |= {"JUDGE": os.getpid(), "ABSTRACT": abstract}
             programs = {name: program(name, **names) for name in MALICIOUS}
             others = {"programs": json.dumps([item for item in programs.items() if item[0] not in ALONE])}
             *alone, rest = await asyncio.gather(
@@ -220,8 +220,8 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
                 '{"reward": 1}': "exception: a reward from within the sandbox",
                 '{"answer": "' + "x" * (1 << 20) + '"}': "exception: its result file: Unterminated string",
             }
-            found = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
-            assert all(map(str.startswith, found, failures.values())), found
+            reasons = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
+            assert all(map(str.startswith, reasons, failures.values())), reasons
             assert await pool.run(task("link"), own, math.inf) == Outcome()
             return asked
 
@@ -229,8 +229,8 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
     assert {*asked} == {f"/t/{KEY}/v1/chat/completions", f"/t/{KEY.replace('kkk', 'jjj')}/v1/chat/completions"}
     text = (folder / "agents.log").read_text()
     seen = json.loads(text.splitlines()[1])
-    found = {name: seen[name] for name in ("small", "large", "another", "many", "flood", "after")}
-    assert found == {"small": 10, "large": 5 << 20, "another": 401, "many": 4950, "flood": "refused", "after": 10}
+    answers = {name: seen[name] for name in ("small", "large", "another", "many", "flood", "after")}
+    assert answers == {"small": 10, "large": 5 << 20, "another": 401, "many": 4950, "flood": "refused", "after": 10}
     assert seen["prefix"] == str(folder / "own"), "its own interpreter"
     assert seen["words"] == ["/tmp/task.json", "/tmp/result.json", "http://127.0.0.1:18080/v1", "policy"]
     assert {*seen["task"]} == {"prompt", "messages", "data_source", "number", "is_validation", "model"}

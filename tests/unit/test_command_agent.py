@@ -118,8 +118,8 @@ async def notes(folder, number):
 def test_a_command_gets_its_task_and_no_argument_holds_a_key(folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "1")
     monkeypatch.setenv("MY_API_KEY", "1")
-    given = endpoint("http://127.0.0.1:8000")
-    outcome = with_command(folder, lambda pool: pool.run(task("echo"), given, math.inf), pass_env=["MY_API_KEY"])
+    own = endpoint("http://127.0.0.1:8000")
+    outcome = with_command(folder, lambda pool: pool.run(task("echo"), own, math.inf), pass_env=["MY_API_KEY"])
     assert outcome == Outcome(0.5, True, None, {"tools": 2.0})
     private, seen = (folder / "notes").read_text().split("\n", 1)
     seen = json.loads(seen)
@@ -131,7 +131,7 @@ def test_a_command_gets_its_task_and_no_argument_holds_a_key(folder, monkeypatch
     assert seen["secrets"] == ["MY_API_KEY"] and seen["PYTHONPATH"] is None and seen["stdin"] == ""
     assert seen["cwd"] == os.getcwd() and seen["TMPDIR"] == private and stat.S_IMODE(seen["mode"]) & 0o077 == 0o044
     assert seen["task"]["ground_truth"] == "42" and seen["task"]["extra_info"] == {"answer": "42"}
-    assert seen["task"]["model"] == given.as_dict()
+    assert seen["task"]["model"] == own.as_dict()
     assert not os.path.exists(private), "it is removed"
 
 
@@ -153,11 +153,11 @@ FAILURES = {
 
 def test_a_bad_end_or_result_is_a_sentence_and_no_result_leaves_the_reward_to_others(folder):
     async def use(pool):
-        found = await asyncio.gather(*(failure(pool, word) for word in FAILURES))
+        reasons = await asyncio.gather(*(failure(pool, word) for word in FAILURES))
         for word in ("nothing", ""):
             assert await pool.run(task(word), endpoint(), 60.0) == Outcome()
         assert [
-            found for found, reason in zip(found, FAILURES.values(), strict=True) if not found.startswith(reason)
+            seen for seen, reason in zip(reasons, FAILURES.values(), strict=True) if not seen.startswith(reason)
         ] == []
 
     with_command(folder, use)

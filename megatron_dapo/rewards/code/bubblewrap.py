@@ -89,7 +89,9 @@ def _mounts(paths: Sequence[str], tmp_bytes: int, is_for_commands: bool) -> list
             words += ["--symlink", os.readlink(folder), str(folder)]
         elif folder.is_dir():
             words += ["--ro-bind", str(folder), str(folder)]
-    words += _open_folders(["/dev", "/etc"])
+    for path in ("/dev", "/etc"):
+        # made for a file in it, bubblewrap's folders are closed to others
+        words += ["--perms", "0755", "--dir", path]
     words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for name in _DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
@@ -100,11 +102,6 @@ def _mounts(paths: Sequence[str], tmp_bytes: int, is_for_commands: bool) -> list
     prefix = os.path.realpath(sys.base_prefix)
     for path in paths if Path(prefix).is_relative_to("/usr") else (prefix, *paths):
         above = [str(parent) for parent in reversed(Path(path).parents) if str(parent) not in ("/", "/tmp")]
-        words += [*_open_folders(above), "--ro-bind", path, path]
+        words += [word for parent in above for word in ("--perms", "0711", "--dir", parent)]
+        words += ["--ro-bind", path, path]
     return [*words, "--remount-ro", "/"]
-
-
-def _open_folders(paths: Sequence[str]) -> list[str]:
-    """Return the options that make folders; made for a file in them, bubblewrap's are closed to
-    others."""
-    return [word for path in paths for word in ("--perms", "0755", "--dir", path)]
