@@ -8,6 +8,7 @@ can read those.
 import asyncio
 import errno
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -19,13 +20,10 @@ from pathlib import Path
 from megatron_dapo.agents.command_process import PORT, Ended, run_in_sandbox, run_to_end
 from megatron_dapo.agents.endpoint import Endpoint
 from megatron_dapo.agents.in_sandbox import MAX_RESULT_BYTES
-from megatron_dapo.agents.interface import AgentTask
-from megatron_dapo.common.bounded import read_bytes
+from megatron_dapo.agents.interface import AgentTask, Outcome
+from megatron_dapo.agents.outcomes import outcome_of
+from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.schema.agent import AgentConfig
-from megatron_dapo.rewards.worker_environment import worker_environment
-
-PASS_ENV = "actor_rollout_ref.rollout.agent.pass_env"
 
 _KEY = "actor_rollout_ref.rollout.agent.command"
 _ANSWERS = ("ground_truth", "extra_info")
@@ -37,13 +35,13 @@ _MAX_LINKS = 40
 class CommandAgent:
     """The runner of `agent.command`: a process per trajectory."""
 
-    def __init__(self, keys: AgentConfig) -> None:
-        """Take the keys. Raises UserError for an unset name of `pass_env`."""
-        self._words = keys.command
-        self._is_sandboxed = keys.sandbox
-        self._environment = worker_environment(os.environ, keys.pass_env, PASS_ENV)
-        del self._environment["PYTHONPATH"]  # of our interpreter
-        self._passed = {name: os.environ[name] for name in keys.pass_env}
+    def __init__(self, words: list[str], is_sandboxed: bool, pass_env: list[str], grace_s: float) -> None:
+        """Take the keys; grace_s as in `run_to_end`. Nothing runs yet."""
+        self._words = words
+        self._is_sandboxed = is_sandboxed
+        self._grace_s = grace_s
+        self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._passed = {name: os.environ[name] for name in pass_env}
         self._paths: list[str] = []
 
     async def start(self) -> None:
@@ -65,27 +63,39 @@ class CommandAgent:
             if ended.exit_code:
                 raise UserError(f"{_KEY}: {program} cannot be run in the sandbox ({ended.output.strip()}).")
 
-    async def run(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
-        """Run the command for a trajectory, and return its end with its result file's content.
+    async def run(self, task: AgentTask, endpoint: Endpoint) -> tuple[Ended, Outcome]:
+        """Run the command for a trajectory; return its end, and the outcome in its result file.
 
-        Raises TimeoutError; ValueError for a result that is no small file; OSError if no process
-        can start.
+        Raises ValueError for a result file that holds none; OSError if no process can start.
         """
         if self._is_sandboxed:
-            return await self._run_inside(task, endpoint, timeout_s)
-        folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)  # for this user alone
+            ended = await self._run_inside(task, endpoint)
+        else:
+            folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+            try:
+                ended = await self._run_in(Path(folder.name), task, endpoint)
+            finally:
+                with suppress(OSError, RecursionError):  # of very deep folders
+                    await asyncio.to_thread(folder.cleanup)
         try:
-            task_file, result_file = Path(folder.name, "task.json"), Path(folder.name, "result.json")
-            task_file.write_text(_task_text(asdict(task), endpoint))
-            variables = self._environment | _variables(endpoint) | {"TMPDIR": folder.name}
-            async with asyncio.timeout(timeout_s):
-                ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables)
-            return replace(ended, result=b"" if ended.exit_code else _content(result_file))
-        finally:
-            with suppress(OSError, RecursionError):  # of very deep folders
-                await asyncio.to_thread(folder.cleanup)
+            outcome = outcome_of(parse_json(ended.result)) if ended.result else Outcome()
+        except ValueError as error:
+            raise ValueError(f"its result file: {error}") from error
+        if self._is_sandboxed and outcome.reward is not None:
+            raise ValueError(
+                "a reward from within the sandbox, where the model's tools could have written it; give an answer for "
+                "reward.function, or set rollout.agent.sandbox=false"
+            )
+        return ended, outcome
 
-    async def _run_inside(self, task: AgentTask, endpoint: Endpoint, timeout_s: float) -> Ended:
+    async def _run_in(self, folder: Path, task: AgentTask, endpoint: Endpoint) -> Ended:
+        task_file, result_file = folder / "task.json", folder / "result.json"
+        task_file.write_text(_task_text(asdict(task), endpoint))
+        variables = self._environment | _variables(endpoint) | {"TMPDIR": str(folder)}
+        ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables, self._grace_s)
+        return replace(ended, result=b"" if ended.exit_code else _content(result_file))
+
+    async def _run_inside(self, task: AgentTask, endpoint: Endpoint) -> Ended:
         """Run in a sandbox, where all is the model's: neither the answers nor the reward's key go in."""
         outside = endpoint.base_url.partition(f"/t/{endpoint.key}")[0]
         urls = {name: getattr(endpoint, name).removeprefix(outside) for name in ("base_url", "anthropic_url")}
@@ -97,7 +107,7 @@ class CommandAgent:
             files={"task.json": _task_text(shown, inner)},
             paths=self._paths,
             environment=self._passed | _variables(inner),
-            timeout_s=timeout_s,
+            timeout_s=math.inf,
             socket=endpoint.socket,
         )
 

@@ -23,8 +23,6 @@ from megatron_dapo.rewards.code.bubblewrap import ROOT, USER_NAMESPACE, Way
 from megatron_dapo.rewards.code.sandbox import CURE, way_fault
 from megatron_dapo.rewards.worker_environment import worker_environment
 
-GRACE_S = 10.0
-"""Time for a cancelled agent to end by itself; then it is killed."""
 PORT = 18080
 """The gateway's, in a sandbox's own network."""
 
@@ -84,7 +82,7 @@ async def run_in_sandbox(
     sandbox = {"way": way.name, "paths": [*paths, *filter(None, [socket])], "tmp_bytes": _TMP_BYTES}
     order = {"sandbox": sandbox, "files": dict(files or {}), "limits": _LIMITS, "socket": socket, "port": PORT}
     async with asyncio.timeout(timeout_s):
-        return await run_to_end(argv, _ENVIRONMENT | dict(environment or {}), order)
+        return await run_to_end(argv, _ENVIRONMENT | dict(environment or {}), order=order)
 
 
 @cache
@@ -100,13 +98,14 @@ def _way() -> Way:
     return way
 
 
-async def run_to_end(argv: Sequence[str], environment: Mapping[str, str], order: dict[str, Any] | None = None) -> Ended:
+async def run_to_end(
+    argv: Sequence[str], environment: Mapping[str, str], grace_s: float = 0.0, order: dict[str, Any] | None = None
+) -> Ended:
     """Run a command. When this returns or raises, it and all its descendants have ended.
-
-    Cancelled: its process group gets SIGTERM and has `GRACE_S`; a sandbox ends at once.
 
     Args:
         environment: all of its variables.
+        grace_s: cancelled, its process group gets SIGTERM and has so long before all are killed.
         order: for a sandbox, further fields of the orders of command_guard.py and in_sandbox.py.
     """
     near_end, far_end = os.pipe()
@@ -123,7 +122,7 @@ async def run_to_end(argv: Sequence[str], environment: Mapping[str, str], order:
                 start_new_session=True,  # untouched by Ctrl-C
                 pass_fds=[far_end],
             )
-        command = {"argv": list(argv), "environment": dict(environment), "grace_s": GRACE_S, "sandbox": None}
+        command = {"argv": list(argv), "environment": dict(environment), "grace_s": grace_s, "sandbox": None}
         output = await _watched(process, command | (order or {}) | {"result_pipe": far_end})
         assert process.returncode is not None, "it was waited for"
         os.set_blocking(near_end, False)
@@ -143,7 +142,7 @@ async def _watched(process: asyncio.subprocess.Process, order: dict[str, Any]) -
     except asyncio.CancelledError:
         with suppress(ProcessLookupError):
             process.terminate()
-        await asyncio.wait([reading], timeout=GRACE_S + _GUARD_S)
+        await asyncio.wait([reading], timeout=order["grace_s"] + _GUARD_S)
         raise
     finally:
         process.stdin.close()  # the guard ends now, if it has not

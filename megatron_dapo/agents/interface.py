@@ -38,7 +38,7 @@ class Outcome:
     """The reason of a failure of the agent itself; the trajectory still counts."""
     metrics: Annotated[dict[Annotated[str, MaxLen(64)], FiniteFloat], MaxLen(64)] = field(default_factory=dict)
     """Means over the step's trajectories are logged as agent/NAME."""
-    answer: str | None = None
+    answer: Annotated[str, MaxLen(1 << 20)] | None = None
     """Text that `reward.function` scores in place of the last branch's: a patch, a file."""
 
     def __post_init__(self) -> None:

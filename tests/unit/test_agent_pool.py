@@ -59,6 +59,10 @@ async def rollout(task, model, folder="", **kwargs):
         return Outcome(1.0, metrics={str(i): 1.0 for i in range(100_000)})
     if word == "long":
         return Outcome(1.0, error="x" * (2 << 20))
+    if word == "large":
+        return Outcome(answer="\U0001f600" * (1 << 20))
+    if word == "too large":
+        return Outcome(answer="x" * (1 << 20) + "x")
     if word == "half a pair":
         raise ValueError("\\ud800")
     if word == "end":
@@ -120,6 +124,7 @@ FAILURES = {
     "forged": "exception: ValueError: an agent's outcome, reward: Input should be a finite number",
     "many": "exception: ValueError: an agent's outcome, metrics: Dictionary should have at most 64 items",
     "long": "exception: ValueError: an agent's outcome, error: String should have at most 1000 characters",
+    "too large": "exception: ValueError: an agent's outcome, answer: String should have at most 1048576 characters",
     "half a pair": "exception: ValueError: \\ud800",  # as text that every file can hold
     "end": "crash: ",
 }
@@ -135,6 +140,7 @@ def test_a_function_gets_its_task_and_endpoint_and_each_failure_is_a_sentence(fo
         assert outcome.metrics["pid"] != os.getpid()
         assert (await pool.run(task("secrets"), endpoint(), 60.0)).error == "MY_API_KEY"
         assert await pool.run(task("numpy"), endpoint(), 60.0) == Outcome(0.5, metrics={"x": 3.0})
+        assert len((await pool.run(task("large"), endpoint(), 60.0)).answer) == 1 << 20
         for word, reason in FAILURES.items():
             assert (await failure(pool, word)).startswith(reason), word
             assert (await pool.run(task("secrets"), endpoint(), 60.0)).reward is None, "the next one is served"
@@ -165,7 +171,7 @@ def test_the_end_of_a_worker_fails_all_its_trajectories_and_repeats_none(folder)
 
 
 def test_a_cancelled_function_runs_its_finally_and_a_stubborn_one_loses_its_worker(folder, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.agents.agent_pool.GRACE_S", 0.3)
+    monkeypatch.setattr("megatron_dapo.agents.agent_pool._GRACE_S", 0.3)
 
     async def use(pool):
         running = asyncio.create_task(pool.run(task("wait"), endpoint(), 60.0))

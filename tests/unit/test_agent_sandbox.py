@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from megatron_dapo.agents import command_process
+from megatron_dapo.agents.command_agent import CommandAgent
 from megatron_dapo.agents.command_process import run_in_sandbox
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.errors import UserError
-from tests.agents import KEY, REWARD_KEY, endpoint, failure, gateway, in_pool, running_pool, task
+from tests.agents import KEY, REWARD_KEY, endpoint, failure, gateway, running_pool, task
 
 pytestmark = pytest.mark.unit
 
@@ -211,14 +212,14 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
     async def use():
         async with (
             gateway(folder) as (path, asked),
-            running_pool(folder, command=words, sandbox=True, pass_env=["MY_API_KEY"]) as pool,
+            running_pool(folder, command=words, sandbox=True, num_workers=1, pass_env=["MY_API_KEY"]) as pool,
         ):
             own = endpoint("http://10.0.0.1:8000", path)
             assert await pool.run(task(number=2), own, math.inf) == Outcome(answer="x" * 900_000)
             failures = {
                 "fail": "crash: exit code 1: no luck",
-                '{"reward": 1}': "exception: a reward from within the sandbox",
-                '{"answer": "' + "x" * (1 << 20) + '"}': "exception: its result file: Unterminated string",
+                '{"reward": 1}': "exception: ValueError: a reward from within the sandbox",
+                '{"answer": "' + "x" * (1 << 20) + '"}': "exception: ValueError: its result file: Unterminated string",
             }
             reasons = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
             assert all(map(str.startswith, reasons, failures.values())), reasons
@@ -242,15 +243,13 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
 def test_a_program_that_a_sandbox_cannot_read_is_a_sentence_at_the_start(folder, monkeypatch):
     monkeypatch.setattr("megatron_dapo.agents.command_agent._installation", lambda _: [])
     monkeypatch.setattr("os.path.isfile", lambda _: False)
-    with pytest.raises(UserError, match=r"own/bin/python cannot be run in the sandbox"):
-        in_pool(folder, None, command=["own/bin/python"], sandbox=True)
+    with pytest.raises(UserError, match=r"agent.command: own/bin/python cannot be run in the sandbox"):
+        asyncio.run(CommandAgent(["own/bin/python"], True, [], 0.0).start())
 
 
-def test_without_bubblewrap_the_sentence_says_how_to_get_it(folder, monkeypatch, way):
-    command_process._way.cache_clear()
+def test_without_bubblewrap_the_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(command_process, "way_fault", lambda _: "bwrap: No such file or directory")
     with pytest.raises(UserError) as error:
-        in_pool(folder, None, command=["/usr/bin/true"], sandbox=True)
-    command_process._way.cache_clear()
+        command_process._way.__wrapped__()
     (sentence,) = error.value.sentences
     assert "make setup-sandbox" in sentence and "rollout.agent.sandbox=false" in sentence

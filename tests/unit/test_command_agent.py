@@ -9,12 +9,12 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megatron_dapo.agents import command_process
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.errors import UserError
 from tests.agents import KEY, REWARD_KEY, endpoint, failure, in_pool, task
@@ -63,11 +63,6 @@ elif word == "folder":
     os.mkdir(result_file)
 elif word == "large":
     result('{"error": "' + "x" * (1 << 20) + '"}')
-elif word == "flood":
-    for _ in range(4096):
-        sys.stdout.write("x" * 65535 + "\\n")
-    sys.stdout.write("the last words")
-    result('{"reward": 1}')
 elif word == "daemon":
     script = "sleep 600 & echo $! >> " + notes + "; exec sleep 600"
     child = subprocess.Popen(["sh", "-c", script], start_new_session=True)
@@ -94,7 +89,7 @@ else:
 def folder(tmp_path, monkeypatch):
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     return tmp_path
 
 
@@ -104,7 +99,7 @@ def command(folder, program=sys.executable):
 
 
 def with_command(folder, use, **keys):
-    return in_pool(folder, use, **{"command": command(folder)} | keys)
+    return in_pool(folder, use, **{"command": command(folder), "num_workers": 1} | keys)
 
 
 async def notes(folder, number):
@@ -138,16 +133,16 @@ def test_a_command_gets_its_task_and_no_argument_holds_a_key(folder, monkeypatch
 FAILURES = {
     "exit": "crash: exit code 3: no such tool",
     "signal": "crash: exit code 139: it wrote nothing",
-    "link": "exception: its result file: a symbolic link",
-    "pipe": "exception: its result file: not a regular file",
-    "folder": "exception: its result file: Is a directory",
-    "large": "exception: its result file: larger than 1 MiB",
-    '{"reward": NaN}': "exception: its result file: an agent's outcome, reward: Input should be a finite number",
-    '{"reward": 1': "exception: its result file: Expecting",
-    "[" * 100_000: "exception: its result file: lists and objects are nested more than 100 deep",
-    "3": "exception: its result file: an agent's outcome is an object with some of",
-    "\0": "exception: its result file: Expecting value",
-    " ": "exception: its result file: Expecting value",
+    "link": "exception: ValueError: its result file: a symbolic link",
+    "pipe": "exception: ValueError: its result file: not a regular file",
+    "folder": "exception: ValueError: its result file: Is a directory",
+    "large": "exception: ValueError: its result file: larger than 1 MiB",
+    '{"reward": NaN}': "exception: ValueError: its result file: an agent's outcome, reward: Input should be",
+    '{"reward": 1': "exception: ValueError: its result file: Expecting",
+    "[" * 100_000: "exception: ValueError: its result file: lists and objects are nested more than 100 deep",
+    "3": "exception: ValueError: its result file: an agent's outcome is an object with some of",
+    "\0": "exception: ValueError: its result file: Expecting value",
+    " ": "exception: ValueError: its result file: Expecting value",
 }
 
 
@@ -165,11 +160,16 @@ def test_a_bad_end_or_result_is_a_sentence_and_no_result_leaves_the_reward_to_ot
 
 
 def test_a_large_output_keeps_its_beginning_and_end(folder, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.agents.command_process._PAUSE_S", 0.0)
-    assert with_command(folder, lambda pool: pool.run(task("flood"), endpoint(), 60.0)).reward == 1.0
-    log = (folder / "agents.log").read_text()
-    assert len(log) < 70_000 and log.startswith("== test 0: exit code 0\nxx") and log.endswith("the last words\n")
-    assert f"... {4096 * 65536 + 14 - 65536} bytes ..." in log
+    monkeypatch.setattr(command_process, "_PAUSE_S", 0.0)
+    code = "for _ in range(16384): print('x' * 65535)\nprint('the last words')"
+    ended = asyncio.run(command_process.run_to_end([sys.executable, "-c", code], os.environ))
+    head, left_out, tail = ended.output.partition(f"\n... {(1 << 30) + 15 - 65536} bytes ...\n")
+    assert (len(head), len(tail), head[:2], tail[-15:]) == (32768, 32768, "xx", "the last words\n") and left_out
+    script = "import sys\nprint('words')\nopen(sys.argv[1], 'w').write('{}')"
+    with_command(
+        folder, lambda pool: pool.run(task(), endpoint(), 60.0), command=[sys.executable, "-c", script, "{result_file}"]
+    )
+    assert (folder / "agents.log").read_text() == "== test 0\nwords\n\n"
 
 
 def test_a_daemon_ends_with_its_command(folder):
@@ -179,6 +179,8 @@ def test_a_daemon_ends_with_its_command(folder):
 
 
 def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folder, monkeypatch):
+    monkeypatch.setattr("megatron_dapo.agents.agent_pool._GRACE_S", 1.0)
+
     async def use(pool):
         running = asyncio.create_task(pool.run(task("wait"), endpoint(), math.inf))
         private, pid = await notes(folder, 2)
@@ -190,7 +192,6 @@ def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folde
         (folder / "notes").unlink()
         assert await failure(pool, "wait", timeout_s=0.05) == "timeout"
         (folder / "notes").unlink(missing_ok=True)
-        monkeypatch.setattr("megatron_dapo.agents.command_process.GRACE_S", 0.2)
         running = asyncio.create_task(pool.run(task("stubborn"), endpoint(), math.inf))
         private, pid = await notes(folder, 2)
         running.cancel()
@@ -204,8 +205,8 @@ def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folde
 
 def test_commands_end_when_the_run_is_killed(folder):
     code = (
-        "import asyncio, sys\nfrom pathlib import Path\nfrom tests.agents import *\nfolder = Path(sys.argv[1])\n"
-        "in_pool(folder, lambda pool: pool.run(task('stubborn'), endpoint(), 60.0), command=sys.argv[2:])"
+        "import sys\nfrom pathlib import Path\nfrom tests.agents import *\nkeys = {'command': sys.argv[2:]}\n"
+        "in_pool(Path(sys.argv[1]), lambda pool: pool.run(task('stubborn'), endpoint(), 60.0), **keys)"
     )
     run = subprocess.Popen([sys.executable, "-c", code, str(folder), *command(folder)])
     _, pid = asyncio.run(asyncio.wait_for(notes(folder, 2), 60.0))
@@ -233,7 +234,7 @@ def test_many_commands_run_at_once(folder):
 )
 def test_an_unusable_command_is_one_sentence_at_the_start(folder, words, more, sentence):
     with pytest.raises(UserError) as error:
-        in_pool(folder, None, command=words, **more)
+        in_pool(folder, None, command=words, num_workers=1, **more)
     assert len(error.value.sentences) == 1 and sentence in error.value.sentences[0]
     assert error.value.sentences[0].startswith("actor_rollout_ref.rollout.agent.command")
 
