@@ -27,7 +27,7 @@ class AgentConfig(Section):
     max_open: MayChangeOnResume[WhileEnabled[PositiveInt]] = 64
     """Trajectories under way at once; others wait, without a clock."""
     num_workers: MayChangeOnResume[WhileEnabled[NumProcesses]] = 4
-    """Processes that run `function`, each for many trajectories."""
+    """Processes that run agents, functions or commands, each those of many trajectories."""
     num_gateways: MayChangeOnResume[WhileEnabled[NumProcesses]] = 1
     """Processes that speak HTTP with agents."""
     host: MayChangeOnResume[WhileEnabled[str]] = "127.0.0.1"
