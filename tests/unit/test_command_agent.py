@@ -161,9 +161,9 @@ def test_a_bad_end_or_result_is_a_sentence_and_no_result_leaves_the_reward_to_ot
 
 def test_a_large_output_keeps_its_beginning_and_end(folder, monkeypatch):
     monkeypatch.setattr(command_process, "_PAUSE_S", 0.0)
-    code = "for _ in range(16384): print('x' * 65535)\nprint('the last words')"
+    code = "for _ in range(2048): print('x' * 65535)\nprint('the last words')"
     ended = asyncio.run(command_process.run_to_end([sys.executable, "-c", code], os.environ))
-    head, left_out, tail = ended.output.partition(f"\n... {(1 << 30) + 15 - 65536} bytes ...\n")
+    head, left_out, tail = ended.output.partition(f"\n... {(1 << 27) + 15 - 65536} bytes ...\n")
     assert (len(head), len(tail), head[:2], tail[-15:]) == (32768, 32768, "xx", "the last words\n") and left_out
     script = "import sys\nprint('words')\nopen(sys.argv[1], 'w').write('{}')"
     with_command(
@@ -214,6 +214,20 @@ def test_commands_end_when_the_run_is_killed(folder):
     run.send_signal(signal.SIGKILL)
     run.wait()
     assert process.wait(60.0) is None
+
+
+@pytest.mark.parametrize(("place", "reason"), [(0, "crash: exit code 137"), (1, "crash: ")], ids=["guard", "worker"])
+def test_a_command_ends_with_each_process_above_it_and_the_next_one_is_served(folder, place, reason):
+    async def use(pool):
+        running = asyncio.create_task(failure(pool, "stubborn"))
+        _, pid = await notes(folder, 2)
+        process = psutil.Process(int(pid))
+        process.parents()[place].kill()
+        assert (await running).startswith(reason)
+        process.wait(60.0)
+        assert await pool.run(task("nothing"), endpoint(), 60.0) == Outcome()
+
+    with_command(folder, use)
 
 
 def test_many_commands_run_at_once(folder):
