@@ -42,7 +42,7 @@ if word == "echo":
     names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "TMPDIR")
     seen = {name: os.environ[name] for name in names}
     seen |= {"secrets": [*{"HF_TOKEN", "MY_API_KEY"} & {*os.environ}], "PYTHONPATH": os.environ.get("PYTHONPATH")}
-    seen |= {"url": url, "model": model, "task": task, "cwd": os.getcwd(), "mode": os.stat(task_file).st_mode}
+    seen |= {"url": url, "model": model, "task": task, "cwd": os.getcwd(), "mode": os.stat(os.path.dirname(task_file)).st_mode}
     seen |= {"cmdlines": open("/proc/self/cmdline").read() + open(f"/proc/{os.getppid()}/cmdline").read()}
     seen |= {"stdin": sys.stdin.read()}
     note(json.dumps(seen))
@@ -124,7 +124,7 @@ def test_a_command_gets_its_task_and_no_argument_holds_a_key(folder, monkeypatch
     assert seen["ANTHROPIC_BASE_URL"] == f"http://127.0.0.1:8000/t/{KEY}"
     assert (seen["url"], seen["model"]) == ("url=http://127.0.0.1:8000/v1", "policy")
     assert seen["secrets"] == ["MY_API_KEY"] and seen["PYTHONPATH"] is None and seen["stdin"] == ""
-    assert seen["cwd"] == os.getcwd() and seen["TMPDIR"] == private and stat.S_IMODE(seen["mode"]) & 0o077 == 0o044
+    assert seen["cwd"] == os.getcwd() and seen["TMPDIR"] == private and stat.S_IMODE(seen["mode"]) == 0o700
     assert seen["task"]["ground_truth"] == "42" and seen["task"]["extra_info"] == {"answer": "42"}
     assert seen["task"]["model"] == own.as_dict()
     assert not os.path.exists(private), "it is removed"
