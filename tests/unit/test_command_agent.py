@@ -42,7 +42,8 @@ if word == "echo":
     names = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "TMPDIR")
     seen = {name: os.environ[name] for name in names}
     seen |= {"secrets": [*{"HF_TOKEN", "MY_API_KEY"} & {*os.environ}], "PYTHONPATH": os.environ.get("PYTHONPATH")}
-    seen |= {"url": url, "model": model, "task": task, "cwd": os.getcwd(), "mode": os.stat(os.path.dirname(task_file)).st_mode}
+    seen |= {"url": url, "model": model, "task": task, "cwd": os.getcwd()}
+    seen |= {"mode": os.stat(os.path.dirname(task_file)).st_mode}
     seen |= {"cmdlines": open("/proc/self/cmdline").read() + open(f"/proc/{os.getppid()}/cmdline").read()}
     seen |= {"stdin": sys.stdin.read()}
     note(json.dumps(seen))
