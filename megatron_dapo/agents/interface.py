@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Annotated
+
+from annotated_types import MaxLen
+from pydantic import FiniteFloat
 
 from megatron_dapo.data.chat_messages import Messages
 
@@ -26,14 +30,16 @@ class AgentTask:
 class Outcome:
     """An agent's end of a trajectory."""
 
-    reward: float | None = None
+    reward: FiniteFloat | None = None
     """None: `reward.function` scores the text of the last branch."""
     correct: bool | None = None
     """Needs a reward; None: whether the reward is above 0."""
-    error: str | None = None
+    error: Annotated[str, MaxLen(1000)] | None = None
     """The reason of a failure of the agent itself; the trajectory still counts."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Annotated[dict[Annotated[str, MaxLen(64)], FiniteFloat], MaxLen(64)] = field(default_factory=dict)
     """Means over the step's trajectories are logged as agent/NAME."""
+    answer: Annotated[str, MaxLen(1 << 20)] | None = None
+    """Text that `reward.function` scores in place of the last branch's: a patch, a file."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that no trajectory can hold."""
@@ -41,3 +47,5 @@ class Outcome:
             raise ValueError(f"an agent's reward must be a finite number, not {self.reward}")
         if self.correct is not None and self.reward is None:
             raise ValueError("an agent's `correct` needs a `reward`, which may be 0")
+        if self.reward is not None and self.answer is not None:
+            raise ValueError("an agent gives a `reward`, or an `answer` for reward.function, and not both")
