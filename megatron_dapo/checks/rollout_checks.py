@@ -9,8 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
-from megatron_dapo.config.derived import is_server_url, server_expert_parts, server_option, starts_servers
-from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
+from megatron_dapo.config.derived import (
+    is_server_url,
+    may_give_own_reward,
+    server_expert_parts,
+    server_option,
+    starts_servers,
+)
+from megatron_dapo.config.key_names import AGENT, MULTI_TURN, ROLLOUT
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.server_states import RATIO_OPTION, states_ratio
@@ -99,10 +105,10 @@ def deterministic(config: Config) -> Iterator[str]:
 
 
 def _environment_reward(config: Config) -> Iterator[str]:
-    if config.reward.function == "environment" and not config.actor_rollout_ref.rollout.multi_turn.enable:
+    if config.reward.function == "environment" and not may_give_own_reward(config):
         yield (
-            f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
-            f"set it to true, or name another reward.function."
+            f"reward.function is environment, which leaves the reward to one, or to an agent, but {MULTI_TURN}.enable "
+            f"and {AGENT}.enable are false; set one of them to true, or name another reward.function."
         )
 
 
@@ -272,16 +278,22 @@ def own_host(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes or not starts_servers(config):
         return
+    if fault := bind_fault(server.host):
+        yield (
+            f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine ({fault}); give 127.0.0.1, "
+            f"0.0.0.0 or another address of it, or the URLs of servers elsewhere in {ROLLOUT}.server_urls."
+        )
+
+
+def bind_fault(host: str) -> str | None:
+    """Return why nothing on this machine can listen at a host; None if it can."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(server.host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        yield (
-            f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine "
-            f"({getattr(error, 'strerror', None) or error}); give 127.0.0.1, 0.0.0.0 or another address of it, or the "
-            f"URLs of servers elsewhere in {ROLLOUT}.server_urls."
-        )
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 ROLLOUT_CHECKS = (

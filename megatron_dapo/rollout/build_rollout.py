@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import uses_overlong_shaping
+from megatron_dapo.config.derived import may_give_own_reward, uses_overlong_shaping
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.routed_experts import RouterShape
@@ -66,7 +66,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
     others: further arguments of `PromptDataset.load`.
     """
     data = config.data
-    is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
+    own_reward = may_give_own_reward(config)
     return PromptDataset.load(
         files,
         data.prompt_key,
@@ -75,12 +75,12 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         dedup=data.dedup,
-        conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
+        conflicting_answers="keep" if own_reward else data.conflicting_answers,
         apply_chat_template=data.apply_chat_template,
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source,
-        needs_answer=not is_multi_turn and config.reward.function != "none",
+        needs_answer=not own_reward and config.reward.function != "none",
         **others,
     )
 

@@ -1,0 +1,196 @@
+"""Checks of an agent's keys: its program, gateways and limits, and the techniques beside it."""
+
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from megatron_dapo.checks.known_mistakes import known_mistakes
+from megatron_dapo.checks.rollout_checks import bind_fault, variable_names
+from megatron_dapo.common.addresses import LOOPBACK
+from megatron_dapo.common.import_path import fault_without_import
+from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
+from megatron_dapo.config.derived import is_base_url, uses_experience_replay
+from megatron_dapo.config.key_names import AGENT, ESTIMATOR, MULTI_TURN, REPLAY, ROLLOUT
+from megatron_dapo.config.schema.config import Config
+
+_LAST_PORT = 65535
+_HERE = (LOOPBACK, "localhost", "::1")
+
+
+def agent(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.agent.enable:
+        yield from known_mistakes(_CHECKS, config)
+
+
+def training_with_agent(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.agent.enable:
+        yield from known_mistakes((_estimator, _experience_replay), config)
+
+
+def agent_on_machine(config: Config) -> Iterator[str]:
+    """Look for the agent's own code and programs here; nothing of them runs."""
+    if config.actor_rollout_ref.rollout.agent.enable:
+        yield from known_mistakes((_own_code, _command, _sandbox, _own_address), config)
+
+
+def _program(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout.agent
+    if bool(keys.function) == bool(keys.command):
+        yield (
+            f"{AGENT}.enable is true, but of {AGENT}.function and command "
+            f"{'both are' if keys.function else 'none is'} given; give one of them: the agent is an async function, or "
+            f"a program with its arguments."
+        )
+
+
+def _import_paths(config: Config) -> Iterator[str]:
+    for name, path in _given_paths(config):
+        if not IMPORT_PATH.fullmatch(path):
+            yield f"{AGENT}.{name} is {path!r}, but must be of the form package.module:name; correct it."
+
+
+def _given_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys with an import path. A parser's may be a name of SGLang's, without a colon."""
+    keys = config.actor_rollout_ref.rollout.agent
+    for name in ("function", "credit", "tool_parser", "reasoning_parser"):
+        path = getattr(keys, name)
+        if path and (":" in path or not name.endswith("parser")):
+            yield name, path
+
+
+def _beside_multi_turn(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.multi_turn.enable:
+        yield (
+            f"{AGENT}.enable and {MULTI_TURN}.enable are both true, but a trajectory has either an agent or an "
+            f"environment; set one of them to false."
+        )
+
+
+def _variables(config: Config) -> Iterator[str]:
+    yield from variable_names(f"{AGENT}.pass_env", config.actor_rollout_ref.rollout.agent.pass_env)
+
+
+def _public_url(config: Config) -> Iterator[str]:
+    url = config.actor_rollout_ref.rollout.agent.public_url
+    if url is not None and not is_base_url(url):
+        yield (
+            f"{AGENT}.public_url is {url!r}, but must be of the form https://host:port, without a password or anything "
+            f"behind a question mark; correct it."
+        )
+
+
+def _gateway_of_public_url(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout.agent
+    if keys.public_url is not None and keys.num_gateways > 1:
+        yield (
+            f"{AGENT}.num_gateways is {keys.num_gateways}, but {AGENT}.public_url leads to one gateway, and a "
+            f"trajectory knows only its own; set num_gateways to 1, or public_url to null."
+        )
+
+
+def _ports(config: Config) -> Iterator[str]:
+    keys = config.actor_rollout_ref.rollout.agent
+    if keys.port is None:
+        return
+    last = keys.port + keys.num_gateways - 1
+    if last > _LAST_PORT:
+        yield (
+            f"{AGENT}.port is {keys.port}, but {AGENT}.num_gateways {keys.num_gateways} would take ports up to {last}, "
+            f"above {_LAST_PORT}; lower one of them."
+        )
+    for url in config.actor_rollout_ref.rollout.server_urls:
+        parts = urlsplit(url)
+        if parts.hostname in _HERE and keys.port <= (parts.port or 0) <= last:
+            yield (
+                f"{AGENT}.port {keys.port} and {AGENT}.num_gateways {keys.num_gateways} take port {parts.port}, which "
+                f"is that of the server {url} in {ROLLOUT}.server_urls; choose another port."
+            )
+
+
+def _timeout(config: Config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    keys = rollout.agent
+    if keys.timeout_s + keys.end_timeout_s > rollout.step_timeout_s:
+        yield (
+            f"{AGENT}.timeout_s {keys.timeout_s:g} and {AGENT}.end_timeout_s {keys.end_timeout_s:g} are together "
+            f"longer than the whole step's {ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or "
+            f"raise the last."
+        )
+
+
+def _turn_length(config: Config) -> Iterator[str]:
+    cap = config.actor_rollout_ref.rollout.agent.max_tokens_per_turn
+    limit = config.data.max_response_length
+    if cap is not None and cap >= limit:
+        yield (
+            f"{AGENT}.max_tokens_per_turn is {cap}, but must be below data.max_response_length {limit}, which is of a "
+            f"whole branch; lower it, or set it to null."
+        )
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    name = config.algorithm.adv_estimator
+    if name in estimators_with(per_token=True):
+        others = ", ".join(estimators_with(per_token=False))
+        yield (
+            f"{ESTIMATOR} is {name}, which goes from token to token of one row, but with {AGENT}.enable a trajectory "
+            f"may have several rows; choose one of {others}."
+        )
+
+
+def _experience_replay(config: Config) -> Iterator[str]:
+    if uses_experience_replay(config):
+        yield (
+            f"{REPLAY}.enable is true, but a recorded response is one row, and with {AGENT}.enable a trajectory may "
+            f"have several; set one of them to false."
+        )
+
+
+def _own_code(config: Config) -> Iterator[str]:
+    for name, path in _given_paths(config):
+        if IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
+            yield f"{AGENT}.{name} is {path}, {fault}"
+
+
+def _command(config: Config) -> Iterator[str]:
+    command = config.actor_rollout_ref.rollout.agent.command
+    if command and shutil.which(command[0]) is None:
+        yield (
+            f"{AGENT}.command begins with {command[0]!r}, which is no program here that this user may run; give the "
+            f"path of an executable file, or a name on PATH."
+        )
+
+
+def _sandbox(config: Config) -> Iterator[str]:
+    if config.actor_rollout_ref.rollout.agent.sandbox and shutil.which("bwrap") is None:
+        yield (
+            f"{AGENT}.sandbox is true, but bwrap is not installed here; install bubblewrap (`make setup-sandbox`), or "
+            f"set sandbox to false."
+        )
+
+
+def _own_address(config: Config) -> Iterator[str]:
+    """Ask this machine, if the run has no other: the gateways are on rank 0's."""
+    host = config.actor_rollout_ref.rollout.agent.host
+    if (
+        config.trainer.nnodes == 1
+        and not config.actor_rollout_ref.rollout.server.nnodes
+        and (fault := bind_fault(host))
+    ):
+        yield (
+            f"{AGENT}.host is {host!r}, which is no address of this machine ({fault}); give 127.0.0.1, 0.0.0.0 or "
+            f"another address of it."
+        )
+
+
+_CHECKS = (
+    _program,
+    _import_paths,
+    _beside_multi_turn,
+    _variables,
+    _public_url,
+    _gateway_of_public_url,
+    _ports,
+    _timeout,
+    _turn_length,
+)
