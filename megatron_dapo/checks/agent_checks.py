@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
-from megatron_dapo.checks.rollout_checks import bind_fault, variable_names
-from megatron_dapo.common.addresses import LOOPBACK
+from megatron_dapo.checks.rollout_checks import variable_names
+from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
 from megatron_dapo.config.derived import is_base_url, uses_experience_replay
@@ -14,7 +14,6 @@ from megatron_dapo.config.key_names import AGENT, ESTIMATOR, MULTI_TURN, REPLAY,
 from megatron_dapo.config.schema.config import Config
 
 _LAST_PORT = 65535
-_HERE = (LOOPBACK, "localhost", "::1")
 
 
 def agent(config: Config) -> Iterator[str]:
@@ -30,7 +29,7 @@ def training_with_agent(config: Config) -> Iterator[str]:
 def agent_on_machine(config: Config) -> Iterator[str]:
     """Look for the agent's own code and programs here; nothing of them runs."""
     if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes((_own_code, _command, _sandbox, _own_address), config)
+        yield from known_mistakes((_own_code, _command, _sandbox), config)
 
 
 def _program(config: Config) -> Iterator[str]:
@@ -100,7 +99,7 @@ def _ports(config: Config) -> Iterator[str]:
         )
     for url in config.actor_rollout_ref.rollout.server_urls:
         parts = urlsplit(url)
-        if parts.hostname in _HERE and keys.port <= (parts.port or 0) <= last:
+        if is_loopback(parts.hostname or "") and keys.port <= (parts.port or 0) <= last:
             yield (
                 f"{AGENT}.port {keys.port} and {AGENT}.num_gateways {keys.num_gateways} take port {parts.port}, which "
                 f"is that of the server {url} in {ROLLOUT}.server_urls; choose another port."
@@ -166,20 +165,6 @@ def _sandbox(config: Config) -> Iterator[str]:
         yield (
             f"{AGENT}.sandbox is true, but bwrap is not installed here; install bubblewrap (`make setup-sandbox`), or "
             f"set sandbox to false."
-        )
-
-
-def _own_address(config: Config) -> Iterator[str]:
-    """Ask this machine, if the run has no other: the gateways are on rank 0's."""
-    host = config.actor_rollout_ref.rollout.agent.host
-    if (
-        config.trainer.nnodes == 1
-        and not config.actor_rollout_ref.rollout.server.nnodes
-        and (fault := bind_fault(host))
-    ):
-        yield (
-            f"{AGENT}.host is {host!r}, which is no address of this machine ({fault}); give 127.0.0.1, 0.0.0.0 or "
-            f"another address of it."
         )
 
 

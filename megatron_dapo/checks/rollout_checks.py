@@ -278,22 +278,16 @@ def own_host(config: Config) -> Iterator[str]:
     server = config.actor_rollout_ref.rollout.server
     if server.nnodes or not starts_servers(config):
         return
-    if fault := bind_fault(server.host):
-        yield (
-            f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine ({fault}); give 127.0.0.1, "
-            f"0.0.0.0 or another address of it, or the URLs of servers elsewhere in {ROLLOUT}.server_urls."
-        )
-
-
-def bind_fault(host: str) -> str | None:
-    """Return why nothing on this machine can listen at a host; None if it can."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(server.host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.bind(address)
     except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return None
+        yield (
+            f"{ROLLOUT}.server.host is {server.host!r}, which is no address of this machine "
+            f"({getattr(error, 'strerror', None) or error}); give 127.0.0.1, 0.0.0.0 or another address of it, or the "
+            f"URLs of servers elsewhere in {ROLLOUT}.server_urls."
+        )
 
 
 ROLLOUT_CHECKS = (

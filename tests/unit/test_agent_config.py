@@ -5,6 +5,7 @@ import pytest
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.machine_checks import EVALUATION_CHECKS, MACHINE_CHECKS
 from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
 
@@ -125,17 +126,21 @@ def test_a_sandbox_needs_bubblewrap(folder, monkeypatch):
     assert "bwrap is not installed here" in sentence and "set sandbox to false" in sentence
 
 
-def test_gateways_need_an_address_of_this_machine_unless_the_run_has_several(folder):
-    (sentence,) = on_machine(*ON, f"{KEY}.host=192.0.2.1")
-    assert "host is '192.0.2.1', which is no address of this machine" in sentence
-    assert on_machine(*ON, f"{KEY}.host=0.0.0.0") == []
-    assert on_machine(*ON, f"{KEY}.host=192.0.2.1", "trainer.nnodes=2") == []
-
-
 def test_an_evaluation_has_the_keys_own_checks_but_not_those_of_training(folder):
     config = load_config(None, [*ON, "algorithm.adv_estimator=gae", f"{KEY}.max_tokens_per_turn=4096"])
     mistakes = [sentence for sentence in known_mistakes(EVALUATION_CHECKS, config) if KEY in sentence]
     assert len(mistakes) == 1 and "max_tokens_per_turn" in mistakes[0]
+
+
+def test_the_plan_says_who_plays_and_who_may_ask():
+    text = process_plan(load_config(None, list(ON)))
+    assert "agents        own_agents:play: 4 processes, 64 trajectories at once, 1800 s each" in text
+    assert "1 gateway on 127.0.0.1, free ports\n" in text
+    open_to_all = (f"{KEY}.sandbox=true", f"{KEY}.host=0.0.0.0", f"{KEY}.port=8100", f"{KEY}.num_gateways=2")
+    text = process_plan(load_config(None, [*COMMAND, *open_to_all]))
+    assert "sh -c exit: a process each in a sandbox, 64 trajectories" in text
+    assert "2 gateways on 0.0.0.0, port 8100: whoever reaches this address may ask, and is answered only with" in text
+    assert "agents" not in process_plan(load_config(None, []))
 
 
 def test_a_replayed_run_needs_no_agent():
