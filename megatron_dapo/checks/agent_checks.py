@@ -35,11 +35,7 @@ def agent_on_machine(config: Config) -> Iterator[str]:
 def _program(config: Config) -> Iterator[str]:
     keys = config.actor_rollout_ref.rollout.agent
     if bool(keys.function) == bool(keys.command):
-        yield (
-            f"{AGENT}.enable is true, but of {AGENT}.function and command "
-            f"{'both are' if keys.function else 'none is'} given; give one of them: the agent is an async function, or "
-            f"a program with its arguments."
-        )
+        yield f"Of {AGENT}.function and command {'both are' if keys.function else 'none is'} given; give one of them."
 
 
 def _import_paths(config: Config) -> Iterator[str]:
@@ -70,16 +66,9 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _public_url(config: Config) -> Iterator[str]:
-    url = config.actor_rollout_ref.rollout.agent.public_url
-    if url is not None and not is_base_url(url):
-        yield (
-            f"{AGENT}.public_url is {url!r}, but must be of the form https://host:port, without a password or anything "
-            f"behind a question mark; correct it."
-        )
-
-
-def _gateway_of_public_url(config: Config) -> Iterator[str]:
     keys = config.actor_rollout_ref.rollout.agent
+    if keys.public_url is not None and not is_base_url(keys.public_url):
+        yield f"{AGENT}.public_url is {keys.public_url!r}, but must be of the form https://host:port; correct it."
     if keys.public_url is not None and keys.num_gateways > 1:
         yield (
             f"{AGENT}.num_gateways is {keys.num_gateways}, but {AGENT}.public_url leads to one gateway, and a "
@@ -108,12 +97,11 @@ def _ports(config: Config) -> Iterator[str]:
 
 def _timeout(config: Config) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
-    keys = rollout.agent
-    if keys.timeout_s + keys.end_timeout_s > rollout.step_timeout_s:
+    longest = rollout.agent.timeout_s + rollout.agent.end_timeout_s
+    if longest > rollout.step_timeout_s:
         yield (
-            f"{AGENT}.timeout_s {keys.timeout_s:g} and {AGENT}.end_timeout_s {keys.end_timeout_s:g} are together "
-            f"longer than the whole step's {ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or "
-            f"raise the last."
+            f"{AGENT}.timeout_s and end_timeout_s are together {longest:g}, longer than the whole step's "
+            f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the last."
         )
 
 
@@ -162,10 +150,7 @@ def _command(config: Config) -> Iterator[str]:
 
 def _sandbox(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.agent.sandbox and shutil.which("bwrap") is None:
-        yield (
-            f"{AGENT}.sandbox is true, but bwrap is not installed here; install bubblewrap (`make setup-sandbox`), or "
-            f"set sandbox to false."
-        )
+        yield f"{AGENT}.sandbox is true, but bwrap is not installed here; install it by `make setup-sandbox`."
 
 
 _CHECKS = (
@@ -174,7 +159,6 @@ _CHECKS = (
     _beside_multi_turn,
     _variables,
     _public_url,
-    _gateway_of_public_url,
     _ports,
     _timeout,
     _turn_length,

@@ -49,7 +49,7 @@ def test_what_fits_together_is_taken(overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ((f"{KEY}.enable=true",), [f"of {KEY}.function and command none is given"]),
+        ((f"{KEY}.enable=true",), [f"Of {KEY}.function and command none is given"]),
         ((*ON, f"{KEY}.command=[sh]"), ["command both are given", "give one of them"]),
         ((f"{KEY}.enable=true", f"{KEY}.function=own_agents"), ["function is 'own_agents'", "package.module:name"]),
         ((f"{KEY}.enable=true", f"{KEY}.function='own agents:play'"), ["function is 'own agents:play'"]),
@@ -66,14 +66,14 @@ def test_what_fits_together_is_taken(overrides):
         ),
         ((*ON, f"{KEY}.pass_env=[KEY=sk-1234]"), ["pass_env[0] is no name", "give its name alone"]),
         ((*ON, f"{KEY}.public_url=agents.example"), ["public_url is 'agents.example'", "https://host:port"]),
-        ((*ON, f"{KEY}.public_url=http://a:b@agents.example"), ["without a password"]),
+        ((*ON, f"{KEY}.public_url=http://a:b@agents.example"), ["of the form https://host:port"]),
         ((*ON, f"{KEY}.public_url=http://agents.example", f"{KEY}.num_gateways=2"), ["num_gateways is 2"]),
         ((*ON, f"{KEY}.port=65535", f"{KEY}.num_gateways=2"), ["port is 65535", "up to 65536"]),
         (
             (*ON, f"{KEY}.port=29999", f"{KEY}.num_gateways=2", f"{ROLLOUT}.server_urls=[http://localhost:30000]"),
             ["port 29999", "port 30000", "http://localhost:30000", "choose another port"],
         ),
-        ((*ON, f"{KEY}.timeout_s=7141.0"), ["timeout_s 7141", "end_timeout_s 60", "step_timeout_s 7200"]),
+        ((*ON, f"{KEY}.timeout_s=7141.0"), ["timeout_s and end_timeout_s are together 7201", "step_timeout_s 7200"]),
         ((*ON, f"{KEY}.max_tokens_per_turn=2048"), ["is 2048", "below data.max_response_length 2048"]),
         ((*ON, "algorithm.adv_estimator=gae"), ["adv_estimator is gae", "choose one of grpo, rloo"]),
         ((*ON, "algorithm.adv_estimator=reinforce_plus_plus"), ["adv_estimator is reinforce_plus_plus"]),
@@ -123,7 +123,7 @@ def test_a_program_must_be_here_and_executable(folder):
 def test_a_sandbox_needs_bubblewrap(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     (sentence,) = on_machine(f"{KEY}.enable=true", f"{KEY}.command=[/bin/sh]", f"{KEY}.sandbox=true")
-    assert "bwrap is not installed here" in sentence and "set sandbox to false" in sentence
+    assert "bwrap is not installed here" in sentence and "make setup-sandbox" in sentence
 
 
 def test_an_evaluation_has_the_keys_own_checks_but_not_those_of_training(folder):

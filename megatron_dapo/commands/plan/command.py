@@ -64,6 +64,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 if others are replaced, else 1"
     )
+    lengths.add_argument("--rows", metavar="R", type=_positive, default=1.0, help="of an agent's trajectory; 1")
+    lengths.add_argument("--tools-s", metavar="S", type=_positive, default=0.0, help="outside servers, of each; 0")
     lengths.add_argument(
         "--measured",
         metavar="RUN",
@@ -187,6 +189,8 @@ def _assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardwa
         arguments.server_tokens_s,
         arguments.hand_over_us / 1e6,
         _factors(run, hardware, efficiency),
+        arguments.rows,
+        arguments.tools_s,
     )
 
 
