@@ -38,6 +38,14 @@ def _program(config: Config) -> Iterator[str]:
         yield f"Of {AGENT}.function and command {'both are' if keys.function else 'none is'} given; give one of them."
 
 
+def _key_in_argv(config: Config) -> Iterator[str]:
+    if any("{key}" in word for word in config.actor_rollout_ref.rollout.agent.command):
+        yield (
+            f"{AGENT}.command has {{key}}, but other users may read a process's arguments; leave it out: the variables "
+            f"OPENAI_API_KEY and ANTHROPIC_API_KEY have it."
+        )
+
+
 def _import_paths(config: Config) -> Iterator[str]:
     for name, path in _given_paths(config):
         if not IMPORT_PATH.fullmatch(path):
@@ -55,10 +63,7 @@ def _given_paths(config: Config) -> Iterator[tuple[str, str]]:
 
 def _beside_multi_turn(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.multi_turn.enable:
-        yield (
-            f"{AGENT}.enable and {MULTI_TURN}.enable are both true, but a trajectory has either an agent or an "
-            f"environment; set one of them to false."
-        )
+        yield f"{AGENT}.enable and {MULTI_TURN}.enable are both true, but a trajectory has one of both; leave one out."
 
 
 def _variables(config: Config) -> Iterator[str]:
@@ -127,10 +132,7 @@ def _estimator(config: Config) -> Iterator[str]:
 
 def _experience_replay(config: Config) -> Iterator[str]:
     if uses_experience_replay(config):
-        yield (
-            f"{REPLAY}.enable is true, but a recorded response is one row, and with {AGENT}.enable a trajectory may "
-            f"have several; set one of them to false."
-        )
+        yield f"{REPLAY}.enable is true, but replays one row per response; with {AGENT}.enable set it to false."
 
 
 def _own_code(config: Config) -> Iterator[str]:
@@ -142,10 +144,7 @@ def _own_code(config: Config) -> Iterator[str]:
 def _command(config: Config) -> Iterator[str]:
     command = config.actor_rollout_ref.rollout.agent.command
     if command and shutil.which(command[0]) is None:
-        yield (
-            f"{AGENT}.command begins with {command[0]!r}, which is no program here that this user may run; give the "
-            f"path of an executable file, or a name on PATH."
-        )
+        yield f"{AGENT}.command begins with {command[0]!r}, no program here; give its path, or a name on PATH."
 
 
 def _sandbox(config: Config) -> Iterator[str]:
@@ -155,6 +154,7 @@ def _sandbox(config: Config) -> Iterator[str]:
 
 _CHECKS = (
     _program,
+    _key_in_argv,
     _import_paths,
     _beside_multi_turn,
     _variables,

@@ -14,9 +14,9 @@ from megatron_dapo.checks.lora_checks import LORA_CHECKS
 from megatron_dapo.checks.megatron_checks import MEGATRON_CHECKS
 from megatron_dapo.checks.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
-from megatron_dapo.config.derived import is_base_url, is_server_url, longest_sample, may_give_own_reward, world_size
+from megatron_dapo.config.derived import is_base_url, is_server_url, longest_sample, world_size
 from megatron_dapo.config.key_names import ACTOR, AGENT, MULTI_TURN, ROLLOUT
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.keys import known_keys, value_of
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import JUDGE_VALUES
@@ -233,7 +233,9 @@ def _scorers(config: Config) -> Iterator[str]:
 
 
 def _scorers_of_turns(config: Config) -> Iterator[str]:
-    if not may_give_own_reward(config):
+    givers = {AGENT: "agent", MULTI_TURN: "environment"}
+    section = next((section for section in givers if value_of(config, f"{section}.enable")), None)
+    if section is None:
         return
     if config.reward.model.path:
         key = "reward.model.path"
@@ -241,9 +243,9 @@ def _scorers_of_turns(config: Config) -> Iterator[str]:
         key = "reward.judge.url"
     else:
         return
-    is_agent = config.actor_rollout_ref.rollout.agent.enable
-    switch, giver = (f"{AGENT}.enable", "agent") if is_agent else (f"{MULTI_TURN}.enable", "environment")
-    yield (f"{key} is given, but with {switch} the {giver} gives the reward; leave one of the two out.")
+    yield (
+        f"{key} is given, but with {section}.enable the {givers[section]} gives the reward; leave one of the two out."
+    )
 
 
 def _model_url(config: Config) -> Iterator[str]:

@@ -107,8 +107,8 @@ def deterministic(config: Config) -> Iterator[str]:
 def _environment_reward(config: Config) -> Iterator[str]:
     if config.reward.function == "environment" and not may_give_own_reward(config):
         yield (
-            f"reward.function is environment, which leaves the reward to one, or to an agent, but {MULTI_TURN}.enable "
-            f"and {AGENT}.enable are false; set one of them to true, or name another reward.function."
+            f"reward.function is environment, which leaves the reward to one, or to an agent outside a sandbox, but "
+            f"there is neither; set {MULTI_TURN}.enable or {AGENT}.enable to true, or name another reward.function."
         )
 
 

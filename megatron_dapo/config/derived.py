@@ -97,9 +97,10 @@ def shares_gpus(config: Config) -> bool:
 
 
 def may_give_own_reward(config: Config) -> bool:
-    """Return whether a trajectory may bring its reward: its environment's, or its agent's."""
+    """Return whether a trajectory may bring its reward: its environment's, or that of an agent
+    outside a sandbox."""
     rollout = config.actor_rollout_ref.rollout
-    return rollout.multi_turn.enable or rollout.agent.enable
+    return rollout.multi_turn.enable or (rollout.agent.enable and not rollout.agent.sandbox)
 
 
 def starts_servers(config: Config) -> bool:

@@ -78,7 +78,9 @@ def test_what_fits_together_is_taken(overrides):
         ((*ON, "algorithm.adv_estimator=gae"), ["adv_estimator is gae", "choose one of grpo, rloo"]),
         ((*ON, "algorithm.adv_estimator=reinforce_plus_plus"), ["adv_estimator is reinforce_plus_plus"]),
         ((*ON, "exp_manager.experience_replay.enable=true"), ["experience_replay.enable is true", f"{KEY}.enable"]),
-        (("reward.function=environment",), ["reward.function is environment", f"{KEY}.enable are false"]),
+        (("reward.function=environment",), ["reward.function is environment", f"or {KEY}.enable to true"]),
+        ((*COMMAND, f"{KEY}.sandbox=true", "reward.function=environment"), ["an agent outside a sandbox"]),
+        ((f"{KEY}.enable=true", f"{KEY}.command=[play,'--key={{key}}']"), ["command has {key}", "OPENAI_API_KEY"]),
         ((*ON, "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"), [f"{KEY}.enable the agent gives"]),
     ],
 )
@@ -112,7 +114,7 @@ def test_a_program_must_be_here_and_executable(folder):
     program = folder / "agent"
     assert on_machine(*COMMAND) == []
     (sentence,) = on_machine(f"{KEY}.enable=true", f"{KEY}.command=[{program},--fast]")
-    assert str(program) in sentence and "give the path of an executable file" in sentence
+    assert str(program) in sentence and "give its path, or a name on PATH" in sentence
     program.write_text("#!/bin/sh\n")
     assert len(on_machine(f"{KEY}.enable=true", f"{KEY}.command=[{program}]")) == 1
     program.chmod(0o755)
