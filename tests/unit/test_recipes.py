@@ -61,6 +61,7 @@ MODELS = {  # the sizes in the published config.json of each model
     "models/text/Qwen3.5-9B": model_json_named("qwen3.5-9b"),
     "models/text/Qwen3.5-35B-A3B": model_json_named("qwen3.5-35b-a3b"),
     "models/Qwen2.5-3B-Instruct": model_json_named("qwen2.5-3b"),
+    "models/Qwen3-8B": model_json_named("qwen3-8b"),
 }
 RECIPES_OF_GPUS = [name for name in RECIPES if load_config(CONFIGS / name, []).actor_rollout_ref.model.path in MODELS]
 ALL_FOUR_ON = {"clip_higher": True, "dynamic_sampling": True, "token_level_loss": True, "overlong_shaping": True}
@@ -443,6 +444,16 @@ def test_the_agent_recipe_has_the_published_agent_values_and_plays_alfworld():
         and multi_turn.environment == "examples.text_games.alfworld:Alfworld"
         and config.reward.function == "environment"
     )
+
+
+def test_the_recipe_of_an_agent_runs_it_in_a_sandbox_and_hidden_tests_score():
+    config = recipe("agent_qwen3_8b.yaml")
+    agent = config.actor_rollout_ref.rollout.agent
+    assert agent.enable and agent.sandbox and config.reward.function == "code_tests"
+    servers = config.actor_rollout_ref.rollout.server.num_servers
+    assert agent.max_open > servers * config.actor_rollout_ref.rollout.max_concurrency
+    spec = model_spec(MODELS[config.actor_rollout_ref.model.path])
+    assert shortage(settled(config, spec), spec) == []
 
 
 ROWS = {  # as the published files have them: name -> (row, the end of a right response)
