@@ -51,7 +51,11 @@ def write_model(folder: Path) -> None:
     settings = {"eos_token": EOS, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     rows = (
-        {"prompt": [{"role": "user", "content": f"p{number // 200} p{number % 200}"}], "data_source": "load"}
+        {
+            "prompt": [{"role": "user", "content": f"p{number // 200} p{number % 200}"}],
+            "label": "",
+            "data_source": "load",
+        }
         for number in range(NUM_TRAJECTORIES // GROUP_SIZE)
     )
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -81,6 +81,10 @@ def test_what_fits_together_is_taken(overrides):
         (("reward.function=environment",), ["reward.function is environment", f"or {KEY}.enable to true"]),
         ((*COMMAND, f"{KEY}.sandbox=true", "reward.function=environment"), ["an agent outside a sandbox"]),
         ((f"{KEY}.enable=true", f"{KEY}.command=[play,'--key={{key}}']"), ["command has {key}", "OPENAI_API_KEY"]),
+        (
+            (f"{KEY}.enable=true", f"{KEY}.sandbox=true", f"{KEY}.command=[play,'{{result_file}}']"),
+            ["command has {result_file}", "leave it out"],
+        ),
         ((*ON, "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"), [f"{KEY}.enable the agent gives"]),
     ],
 )
