@@ -5,9 +5,11 @@ trajectories of 10 turns; the costs are printed (docs/agents.md has them).
 """
 
 import asyncio
+import gc
 import hashlib
 import json
 import multiprocessing
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,12 +27,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from megatron_dapo.data.samples import Branch, RolloutBatch
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import FakeServer, Script, make_config
-from tests.proofs import amount
+from tests.proofs import PROOFS, amount
 
 pytestmark = pytest.mark.e2e
 
 NUM_TRAJECTORIES, TURNS, GROUP_SIZE = amount(64, 1000), 10, 8
 ANSWER = 60  # words of an answer
+ANSWER_S = (1.0, 7.0) if PROOFS else (0.05, 0.35)  # to write them
 LONG_TURN_S, FREE_SHARE = 0.050, 0.999
 EOS, ROLES = "<eos>", ("<system>", "<user>", "<assistant>")
 WORDS = [EOS, "<unk>", *ROLES, *(f"p{number}" for number in range(200))]
@@ -92,6 +95,7 @@ class NumberingServer(FakeServer):
         if number == self._num_first - 1:
             self._all_are_open.set()
         await self._all_are_open.wait()
+        await asyncio.sleep(random.Random(number).uniform(*ANSWER_S))
         tokens = numbered(number)
         scored = [[float(value), token, None] for value, token in zip(log_probs_of(number), tokens, strict=True)]
         spans = [{"version": "1", "start": 0, "end": len(tokens)}]
@@ -212,6 +216,8 @@ def test_many_open_trajectories_lose_no_token_and_leave_the_controller_free(tmp_
             await controller.start()
             here, others = psutil.Process(), gateways()
             assert len(others) == 1
+            gc.collect()
+            gc.freeze()  # as the controller's process does
             before = cpu_s(here), cpu_s(*others), memory_mb(here), memory_mb(*others), time.monotonic()
             with timed_turns(monkeypatch) as turns:
                 batch = await controller.next_batch(1, weight_version=1)
@@ -222,6 +228,7 @@ def test_many_open_trajectories_lose_no_token_and_leave_the_controller_free(tmp_
             costs["longest_turn_s"] = max(turns)
             return batch
         finally:
+            gc.unfreeze()
             await controller.close()
 
     with served(NUM_TRAJECTORIES) as (url, prompts):
