@@ -38,13 +38,9 @@ def _program(config: Config) -> Iterator[str]:
         yield f"Of {AGENT}.function and command {'both are' if keys.function else 'none is'} given; give one of them."
 
 
-def _words(config: Config) -> Iterator[str]:
-    keys = config.actor_rollout_ref.rollout.agent
-    words = " ".join(keys.command)
-    if "{key}" in words:
+def _key_in_argv(config: Config) -> Iterator[str]:
+    if any("{key}" in word for word in config.actor_rollout_ref.rollout.agent.command):
         yield f"{AGENT}.command has {{key}}, but others can read arguments; leave it out: OPENAI_API_KEY is set to it."
-    if "{result_file}" in words and keys.sandbox:
-        yield f"{AGENT}.command has {{result_file}}, which no sandbox has: reward.function scores; leave it out."
 
 
 def _import_paths(config: Config) -> Iterator[str]:
@@ -155,7 +151,7 @@ def _sandbox(config: Config) -> Iterator[str]:
 
 _CHECKS = (
     _program,
-    _words,
+    _key_in_argv,
     _import_paths,
     _beside_multi_turn,
     _variables,

@@ -6,8 +6,13 @@ from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.machine_checks import EVALUATION_CHECKS, MACHINE_CHECKS
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.commands.plan.process_plan import process_plan
+from megatron_dapo.commands.plan.shortage import shortage
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.recipes import recipe
+from megatron_dapo.estimates.model_shapes import model_json_named
+from megatron_dapo.estimates.recompute import settled
+from megatron_dapo.huggingface.spec_reader import model_spec
 
 pytestmark = pytest.mark.unit
 
@@ -81,10 +86,6 @@ def test_what_fits_together_is_taken(overrides):
         (("reward.function=environment",), ["reward.function is environment", f"or {KEY}.enable to true"]),
         ((*COMMAND, f"{KEY}.sandbox=true", "reward.function=environment"), ["an agent outside a sandbox"]),
         ((f"{KEY}.enable=true", f"{KEY}.command=[play,'--key={{key}}']"), ["command has {key}", "OPENAI_API_KEY"]),
-        (
-            (f"{KEY}.enable=true", f"{KEY}.sandbox=true", f"{KEY}.command=[play,'{{result_file}}']"),
-            ["command has {result_file}", "leave it out"],
-        ),
         ((*ON, "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"), [f"{KEY}.enable the agent gives"]),
     ],
 )
@@ -147,6 +148,16 @@ def test_the_plan_says_who_plays_and_who_may_ask():
     assert "sh -c exit: a process each in a sandbox, 64 trajectories" in text
     assert "2 gateways on 0.0.0.0, port 8100: whoever reaches this address may ask, and is answered only with" in text
     assert "agents" not in process_plan(load_config(None, []))
+
+
+def test_the_recipe_of_an_agent_runs_it_in_a_sandbox_and_hidden_tests_score():
+    config = load_config(recipe("agent_qwen3_8b"))
+    agent = config.actor_rollout_ref.rollout.agent
+    assert agent.enable and agent.sandbox and config.reward.function == "code_tests"
+    servers = config.actor_rollout_ref.rollout.server.num_servers
+    assert agent.max_open > servers * config.actor_rollout_ref.rollout.max_concurrency
+    spec = model_spec(model_json_named("qwen3-8b"))
+    assert shortage(settled(config, spec), spec) == []
 
 
 def test_a_replayed_run_needs_no_agent():
