@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Branch, RolloutBatch
+from megatron_dapo.estimates.model_shapes import model_json_named
 from megatron_dapo.rollout.controller import Controller
 from tests.fake_rollout import FakeServer, Script, make_config
 from tests.proofs import PROOFS
@@ -62,7 +63,8 @@ def write_model(folder: Path, num_prompts: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([EOS, *ROLES])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": len(WORDS)}))
+    shape = model_json_named("qwen2.5-0.5b") | {"vocab_size": len(WORDS)}
+    (folder / "config.json").write_text(json.dumps(shape))
     settings = {"eos_token": EOS, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     rows = (
