@@ -279,6 +279,7 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys, short_simulation):
         (["--config", recipe("dapo_7b"), "--hardware", "abacus"], "--hardware is abacus"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", recipe("dapo_7b"), "--mean-length", "30000"], "--mean-length is 30000"),
+        (["--config", recipe("dapo_7b"), "--rows", "0.5"], "--rows is 0.5"),
         (["--config", recipe("dapo_7b"), "actor_rollout_ref.model.path=models/mine"], "models/mine"),
         (
             ["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b", "data.train_batch_size=64"],

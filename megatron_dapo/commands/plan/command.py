@@ -178,6 +178,8 @@ def _assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardwa
         raise UserError(f"--acceptance is {acceptance:g}, but the config replaces no groups; leave it out.")
     if acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
         raise UserError("actor_rollout_ref.rollout.n is 1: no group of one response carries signal; raise it.")
+    if arguments.rows < 1:
+        raise UserError(f"--rows is {arguments.rows:g}, but a trajectory has at least one row; give 1 or more.")
     efficiency = Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)})
     prompt = arguments.prompt_length or (run.prompt() if run else usual.prompt)
     return Assumptions(

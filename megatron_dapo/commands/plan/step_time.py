@@ -273,7 +273,7 @@ def step_recipe(config: Config, max_staleness: int, rows: float = 1.0) -> Recipe
     return Recipe(
         train_batch_size=size,
         gen_batch_size=gen_batch_size(config) if replaces_groups(config) else size,
-        n=max(round(config.actor_rollout_ref.rollout.n * rows), 1),
+        n=round(config.actor_rollout_ref.rollout.n * rows),
         max_staleness=max_staleness,
         num_steps=MEASURED_STEPS,
         warm_up=max(3, 2 * max_staleness + 1),
