@@ -22,7 +22,9 @@ from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.batching import assemble
 from megatron_dapo.envs.environment import Task
+from tests.synthetic import synthetic_groups, with_branches
 
 pytestmark = pytest.mark.unit
 
@@ -42,8 +44,9 @@ def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def fenced(page: str, language: str) -> str:
-    (block,) = re.findall(rf"(?s)```{language}\n(.*?)```", text_of(page))
+def fenced(page: str, language: str, part: str = "") -> str:
+    """The only block of this language with this part."""
+    (block,) = (block for block in re.findall(rf"(?s)```{language}\n(.*?)```", text_of(page)) if part in block)
     return block
 
 
@@ -148,7 +151,7 @@ def test_the_reward_function_of_the_page_gives_what_it_says():
 
 def test_the_loss_of_the_page_is_that_of_its_formula():
     names: dict = {}
-    exec(fenced("loss.md", "python"), names)
+    exec(fenced("loss.md", "python", "def gmpo"), names)
     log_probs = torch.tensor([-1.0, -7.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.5, -3.0, -2.5])
     ones = torch.ones(3)
@@ -161,6 +164,15 @@ def test_the_loss_of_the_page_is_that_of_its_formula():
     assert [float(x) for x in metrics["actor/clipped_tokens"]] == [0.0, 4.0]
     loss.backward()
     assert log_probs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, math.exp(0.5)])
+
+
+def test_the_credit_of_the_page_is_that_of_the_last_branch():
+    names: dict = {}
+    exec(fenced("loss.md", "python", "def share"), names)
+    groups = with_branches(synthetic_groups(67, num_groups=1))
+    for sample in groups[0].samples:
+        assert names["share"](sample) == [*[0.0] * len(sample.others), 1.0]
+    assert [row.advantage for row in assemble(groups, credit=names["share"]) if row.advantage]
 
 
 def test_the_game_of_the_page_can_be_played():
