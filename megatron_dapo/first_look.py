@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.checkpointing.resume import likely_start
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.derived import has_reference_for_own_loss, may_give_own_reward, uses_servers
@@ -63,6 +64,10 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> None:
     datasets: list[PromptDataset] = [load_train_prompts(config, tokenizer, NUM_ROWS)]
     if config.data.val_files:
         datasets.append(load_dataset(config.data.val_files, config, tokenizer, max_rows=NUM_ROWS))
+    agent = config.actor_rollout_ref.rollout.agent
+    is_appended_to = agent.enable and agent.history == "tokens" and config.data.apply_chat_template
+    if is_appended_to and (fault := template_fault(tokenizer, agent.template_kwargs)):
+        raise UserError(fault)
     prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
     reward = config.reward
     check_reward(reward.function, reward.kwargs, sorted({prompt.data_source for prompt in prompts}))
