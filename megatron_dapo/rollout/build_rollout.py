@@ -9,7 +9,7 @@ from typing import Any
 from megatron_dapo.agents.agent_pool import AgentPool
 from megatron_dapo.agents.gateways import Gateways, GatewaySettings
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import uses_overlong_shaping
+from megatron_dapo.config.derived import may_give_own_reward, uses_overlong_shaping
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.routed_experts import RouterShape
@@ -71,8 +71,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
     others: further arguments of `PromptDataset.load`.
     """
     data = config.data
-    rollout = config.actor_rollout_ref.rollout
-    gives_rewards = rollout.multi_turn.enable or rollout.agent.enable  # beside or instead of a reward function
+    own_reward = may_give_own_reward(config)
     return PromptDataset.load(
         files,
         data.prompt_key,
@@ -81,12 +80,12 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         dedup=data.dedup,
-        conflicting_answers="keep" if gives_rewards else data.conflicting_answers,
+        conflicting_answers="keep" if own_reward else data.conflicting_answers,
         apply_chat_template=data.apply_chat_template,
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source,
-        needs_answer=not gives_rewards and config.reward.function != "none",
+        needs_answer=not own_reward and config.reward.function != "none",
         **others,
     )
 

@@ -5,12 +5,16 @@ import math
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from examples.arithmetic.demo import DEMO
 from launch.command_line import require_local
+from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.aliases import MAIN_SWITCH, canonical, names_in
@@ -29,7 +33,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 SECTIONS = "|".join(Config.model_fields)
 # the user's own names follow
-FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")
+FREE = (
+    "reward.kwargs.",
+    "actor_rollout_ref.rollout.multi_turn.environment_kwargs.",
+    "actor_rollout_ref.rollout.agent.kwargs.",
+)
 
 
 def text_of(page: str) -> str:
@@ -183,6 +191,45 @@ def test_the_game_of_the_page_can_be_played():
     assert wrong.messages[0]["content"] == "No." and not wrong.done and wrong.correct is False
     assert right.done and right.reward == 1.0 and right.correct
     assert asyncio.run(played("3", "4"))[-1].done
+
+
+def test_the_agent_of_the_page_plays_with_a_model_at_a_url():
+    """The model's words: 6, then 7."""
+    names: dict = {}
+    exec(fenced("agents.md", "python"), names)
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer k"
+        asked.append((await request.json())["messages"])
+        message = {"role": "assistant", "content": "6" if len(asked) % 2 else " 7"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        whole = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return web.json_response(whole)
+
+    async def played(attempts: int) -> Outcome:
+        app = web.Application()
+        app.add_routes([web.post("/t/k/v1/chat/completions", answer)])
+        server = TestServer(app)
+        async with server:
+            model = SimpleNamespace(base_url=str(server.make_url("/t/k/v1")), key="k", name="m")
+            task = AgentTask("Guess!", [{"role": "user", "content": "Guess!"}], "games", "7")
+            return await names["play"](task, model, attempts=attempts)
+
+    assert asyncio.run(played(3)) == Outcome(1.0, True, metrics={"attempts": 2})
+    assert [message["content"] for message in asked[1]] == ["Guess!", "6", "No."]
+    asked.clear()
+    assert asyncio.run(played(1)) == Outcome(0.0)
+
+
+def test_the_lines_below_the_agents_of_the_page_are_configs():
+    lines = re.findall(r"(?m)^    (agent\..*)$", text_of("agents.md"))
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line)
+        on = () if "agent.enable=true" in words else ("actor_rollout_ref.rollout.agent.enable=true",)
+        keys = [word if word.startswith("reward.") else f"actor_rollout_ref.rollout.{word}" for word in words]
+        validate(load_config(None, [*keys, *on]), None, check_files=False)
 
 
 def test_the_training_loop_of_the_page_runs():

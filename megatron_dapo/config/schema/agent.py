@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_dapo.config.schema.base import NumProcesses, NumRetries, PositiveInt, Seconds, Section
-from megatron_dapo.config.schema.rules import MayChangeOnResume, WhileEnabled
+from megatron_dapo.config.schema.rules import ActsIf, IsNot, MayChangeOnResume, WhileEnabled
 
+_OF_FUNCTION, _OF_COMMAND = ActsIf(IsNot("function", None)), ActsIf(IsNot("command", []))
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -18,9 +19,9 @@ class AgentConfig(Section):
     command: WhileEnabled[list[str]] = []
     """The agent as a program and its arguments, with its own interpreter; {base_url}, {model}, {task_file} and
     {result_file} in it are filled in. Keys are in its environment; see docs/agents.md."""
-    sandbox: WhileEnabled[bool] = False
+    sandbox: WhileEnabled[Annotated[bool, _OF_COMMAND]] = False
     """Run `command` in a sandbox, whose only network is the way to its model; the reward is `reward.function`'s."""
-    kwargs: WhileEnabled[dict[str, str | int | float | bool]] = {}
+    kwargs: WhileEnabled[Annotated[dict[str, str | int | float | bool], _OF_FUNCTION]] = {}
     """Keyword arguments of `function`."""
     pass_env: MayChangeOnResume[WhileEnabled[list[str]]] = []
     """Names of environment variables that agents get though they look like secrets."""
