@@ -1,0 +1,116 @@
+"""Questions and answers between two processes, in JSON frames over a socket, both ways at once."""
+
+import asyncio
+import itertools
+import logging
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import orjson
+
+from megatron_dapo.agents.turns import TurnRefused
+
+_LENGTH = struct.Struct(">I")
+_MAX_FRAME_BYTES = 256 << 20  # far above a long branch's tokens; a larger one is no frame of ours
+
+log = logging.getLogger(__name__)
+
+
+class ChannelClosed(ConnectionError):
+    """The process on the other side has ended."""
+
+
+class Channel:
+    """One side. answer: called with the name and the fields of each question; its TurnRefused
+    reaches the asker, any other error is logged and reaches it as RuntimeError."""
+
+    def __init__(self, side: socket.socket, answer: Callable[[str, dict], Awaitable[Any]]) -> None:
+        self._socket = side
+        self._answer = answer
+        self._writer: asyncio.StreamWriter | None = None
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future] = {}
+        self._answering: dict[int, asyncio.Task] = {}
+
+    async def serve(self) -> None:
+        """Answer questions until the other side has ended; then cancel the answers under way, and
+        let all own questions raise ChannelClosed. Cancelled: the same."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        try:
+            with suppress(asyncio.IncompleteReadError, ConnectionError):
+                while True:
+                    self._take(await self._frame(reader))
+        finally:
+            writer, self._writer = self._writer, None
+            writer.close()
+            for task in self._answering.values():
+                task.cancel()
+            for asked in self._asked.values():
+                if not asked.done():
+                    asked.set_exception(ChannelClosed())
+
+    async def ask(self, name: str, fields: Any) -> Any:
+        """Return the other side's answer to a question; cancelled, the other side's work is too.
+
+        Raises ChannelClosed, TurnRefused, or RuntimeError for an error over there.
+        """
+        number = next(self._numbers)
+        answered = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"ask": number, "name": name, "fields": fields})
+            return await answered
+        except asyncio.CancelledError:
+            with suppress(ChannelClosed):
+                self._send({"cancel": number})
+            raise
+        finally:
+            del self._asked[number]
+
+    def _take(self, frame: dict) -> None:
+        if "ask" in frame:
+            task = asyncio.create_task(self._reply(frame))
+            self._answering[frame["ask"]] = task
+            task.add_done_callback(lambda _: self._answering.pop(frame["ask"]))
+        elif "cancel" in frame:
+            if answering := self._answering.get(frame["cancel"]):
+                answering.cancel()
+        elif (asked := self._asked.get(frame["answer"])) and not asked.done():  # else it was cancelled
+            if "refused" in frame:
+                asked.set_exception(TurnRefused(*frame["refused"]))
+            elif "failed" in frame:
+                asked.set_exception(RuntimeError(frame["failed"]))
+            else:
+                asked.set_result(frame["value"])
+
+    async def _reply(self, frame: dict) -> None:
+        reply: dict[str, Any]
+        try:
+            reply = {"value": await self._answer(frame["name"], frame["fields"])}
+        except TurnRefused as refused:
+            reply = {"refused": [refused.status, refused.code, str(refused)]}
+        except Exception as error:
+            log.exception("the answer to %r failed", frame["name"])
+            reply = {"failed": f"{type(error).__name__}: {error}"[:500]}
+        with suppress(ChannelClosed):
+            self._send({"answer": frame["ask"], **reply})
+
+    def _send(self, frame: dict) -> None:
+        """Write without a wait: each side has as many questions under way as it can bear."""
+        if self._writer is None or self._writer.is_closing():
+            raise ChannelClosed
+        body = orjson.dumps(frame, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
+        self._writer.write(_LENGTH.pack(len(body)) + body)
+
+    async def _frame(self, reader: asyncio.StreamReader) -> dict:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > _MAX_FRAME_BYTES:
+            raise ConnectionError(f"a frame of {length} bytes")
+        return orjson.loads(await reader.readexactly(length))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that orjson does not know: an array that is not contiguous, a set."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)

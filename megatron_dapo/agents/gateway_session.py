@@ -1,0 +1,214 @@
+"""One trajectory's requests, in its gateway: their slots, retries, turns, and notes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dapo.agents.channel import Channel
+from megatron_dapo.agents.conversation import Conversations, Place
+from megatron_dapo.agents.gateways import GatewaySettings
+from megatron_dapo.agents.model_requests import BadRequest, Choice, ModelRequest, Reply
+from megatron_dapo.agents.outcomes import outcome_of
+from megatron_dapo.agents.parsing import Parser, parsed
+from megatron_dapo.agents.prompt_writer import PromptWriter
+from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+
+MAX_IN_FLIGHT = 8
+MAX_WAITING = 1000
+_END_S = 2.0  # for answers that are being written while the trajectory ends
+_ENDING_LIMITS = ("max_turns", "max_branches")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """One gateway's, for all its sessions."""
+
+    settings: GatewaySettings
+    writer: PromptWriter
+    tool_parser: Parser
+    reasoning_parser: Parser
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request under way or answered, and the number of connections that wait for it."""
+
+    task: asyncio.Task[Reply]
+    num_readers: int = 0
+
+
+class GatewaySession:
+    """A trajectory: its conversations, its requests under way, and what was seen of them."""
+
+    def __init__(self, number: int, tools: Tools, limits: Limits, channel: Channel) -> None:
+        self.limits = limits
+        self.notes = SessionNotes()
+        self._number = number
+        self._tools = tools
+        self._channel = channel
+        self._conversations = Conversations(tools.writer, limits, tools.settings.history)
+        self._is_closed = False
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._num_waiting = 0
+        self._holders: set[asyncio.Task] = set()  # connections with a slot
+        self._running: dict[bytes, _Running] = {}  # the last one of each body
+        self._orphans: dict[_Running, asyncio.TimerHandle] = {}
+        self._told: set[asyncio.Task] = set()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for a place among the requests under way. Raises TurnRefused."""
+        if self._num_waiting >= MAX_WAITING:
+            raise TurnRefused(403, "too_many_requests", f"{MAX_WAITING} requests of this key wait already.")
+        self._num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._num_waiting -= 1
+        holder = asyncio.current_task()
+        assert holder is not None, "of a connection"
+        self._holders.add(holder)
+        try:
+            self.check_open()
+            yield
+        finally:
+            self._holders.discard(holder)
+            self._slots.release()
+
+    @asynccontextmanager
+    async def joined(
+        self, body: bytes, is_retry: bool, start: Callable[[], Coroutine[Any, Any, Reply]]
+    ) -> AsyncIterator[asyncio.Task[Reply]]:
+        """Lend the task that answers a body: a retry gets that of the request before, also if it is
+        done.
+
+        Without a reader for `retry_wait_s` it is cancelled; sooner if many have none.
+
+        body: its hash.
+        """
+        running = self._running.get(body) if is_retry else None
+        if running is None or running.task.cancelled():
+            running = self._running[body] = _Running(asyncio.create_task(start()))
+        if expiry := self._orphans.pop(running, None):
+            expiry.cancel()
+        running.num_readers += 1
+        try:
+            yield running.task
+        finally:
+            running.num_readers -= 1
+            if not running.num_readers and not running.task.done():
+                later = asyncio.get_running_loop().call_later(self._tools.settings.retry_wait_s, self._give_up, running)
+                self._orphans[running] = later
+                if len(self._orphans) > MAX_IN_FLIGHT:
+                    self._give_up(next(iter(self._orphans)))
+
+    def _give_up(self, running: _Running) -> None:
+        self._orphans.pop(running).cancel()
+        running.task.cancel()
+
+    def check_open(self) -> None:
+        """Raise TurnRefused after the trajectory's end."""
+        if self._is_closed:
+            raise TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
+
+    async def end(self) -> SessionNotes:
+        """Take no further request, end those under way, and return the notes."""
+        self._is_closed = True
+        for running in self._running.values():
+            running.task.cancel()
+        if self._holders:
+            _, late = await asyncio.wait(self._holders, timeout=_END_S)
+            for holder in late:  # a client that does not read, or does not end its body
+                holder.cancel()
+        self.notes.counts["retokenized"] = self._conversations.num_retokenized
+        return self.notes
+
+    def add(self, name: str) -> None:
+        """Count something of `COUNTS`."""
+        self.notes.counts[name] = self.notes.counts.get(name, 0) + 1
+
+    def note_refusal(self, refused: TurnRefused) -> None:
+        """Note a request that got an error; tell the controller of limits that end a trajectory."""
+        if self._is_closed:
+            return
+        self.add("refused")
+        self.notes.refusal = refused.code
+        if refused.code in _ENDING_LIMITS and not self._told:
+            fields = {"session": self._number, "code": refused.code}
+            self._told.add(asyncio.create_task(self._channel.ask("limit", fields)))
+
+    def note_delivery(self, reply: Reply) -> None:
+        """Note that a client has been written a whole answer."""
+        self.notes.delivered |= {answer.node for answer in reply.answers}
+        self.notes.refusal = None
+
+    async def post(self, outcome: dict[str, Any]) -> None:
+        """Tell the controller the agent's outcome. Raises TurnRefused."""
+        try:
+            await self._channel.ask("posted", {"session": self._number, "outcome": outcome_of(outcome)})
+        except ValueError as error:
+            raise TurnRefused(400, "invalid_value", str(error)) from None
+
+    def num_tokens(self, request: ModelRequest) -> int:
+        """Return the number of tokens that the model would read. Raises TurnRefused."""
+        self._check_model(request)
+        return self._conversations.num_tokens(request.messages, request.tools)
+
+    async def answer(self, request: ModelRequest) -> Reply:
+        """Return the answers to a request. Raises TurnRefused, ChannelClosed, RuntimeError."""
+        if request.is_overruled:
+            self.add("overruled")
+        if request.ids is None:
+            self._check_model(request)
+            place = self._conversations.place(request.messages, request.tools, request.num_choices)
+        else:
+            place = self._conversations.place_tokens(request.ids)
+        try:
+            room = min(place.room, request.max_tokens or place.room)
+            turn = Turn(place.request, place.parent, place.suffix, room, request.num_choices, request.stop)
+            fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
+            answers = [Answer(**answer) for answer in fields]
+        except BaseException:
+            self._conversations.drop(place)
+            raise
+        return Reply(
+            identity=f"{self._number}-{turn.request}",
+            model=self._tools.settings.model_name,
+            created=int(time.time()),
+            choices=[await self._shown(place, request, answer) for answer in answers],
+            answers=answers,
+            num_prompt=place.num_prompt,
+            num_cached=place.num_cached,
+        )
+
+    def _check_model(self, request: ModelRequest) -> None:
+        name = self._tools.settings.model_name
+        if request.model != name:
+            words = f"The model {request.model[:100]!r} does not exist; here is {name!r}."
+            raise BadRequest("model", words, 404, "model_not_found")
+
+    async def _shown(self, place: Place, request: ModelRequest, answer: Answer) -> Choice:
+        """Add a node for an answer; return the answer as its client is shown it."""
+        if request.ids is not None:
+            self._conversations.add(place, answer, None)
+            return Choice({}, answer.finish_reason, None, [])
+        text = self._conversations.read(place, answer, request.stop)
+        parsers = self._tools.tool_parser, self._tools.reasoning_parser
+        told = await parsed(text, request.tools, self._parse, *parsers, answer.node)
+        if told.is_ill_formed:
+            self.add("ill_formed")
+        message = told.as_dict()
+        self._conversations.add(place, answer, message)
+        is_call = told.tool_calls and answer.finish_reason == "stop"
+        decode = self._tools.writer.tokenizer.decode
+        names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]
+        return Choice(message, "tool_calls" if is_call else answer.finish_reason, text.stop, names)
+
+    async def _parse(self, route: str, fields: dict[str, Any]) -> Any:
+        try:
+            return await self._channel.ask("parse", {"session": self._number, "route": route, "fields": fields})
+        except RuntimeError as error:  # the server refuses this text
+            raise ValueError(str(error)) from error
