@@ -30,21 +30,27 @@ class Channel:
     def __init__(self, side: socket.socket, answer: Callable[[str, dict], Awaitable[Any]]) -> None:
         self._socket = side
         self._answer = answer
+        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future] = {}
         self._answering: dict[int, asyncio.Task] = {}
 
+    async def connect(self) -> None:
+        """Be ready to ask; answers need `serve`."""
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+
     async def serve(self) -> None:
         """Answer questions until the other side has ended; then cancel the answers under way, and
         let all own questions raise ChannelClosed. Cancelled: the same."""
-        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        reader, writer = self._reader, self._writer
+        assert reader is not None and writer is not None, "connect() comes first"
         try:
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 while True:
                     self._take(await self._frame(reader))
         finally:
-            writer, self._writer = self._writer, None
+            self._writer = None
             writer.close()
             for task in self._answering.values():
                 task.cancel()

@@ -15,6 +15,7 @@ from megatron_dapo.agents.model_requests import (
     Reply,
     Stops,
     StopText,
+    answerable,
     is_overruled,
     read_body,
 )
@@ -51,9 +52,38 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class _Part(BaseModel):
+    type: Literal["text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+
+
+class _CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class _Call(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
 class _Message(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list | None = None
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return it with text as content, in a role that templates know."""
+        fields = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            fields["content"] = "".join(part.text + part.refusal for part in self.content)
+        role = "system" if self.role == "developer" else self.role
+        return {"content": None, **fields, "role": role}
 
 
 class _Body(Body):
@@ -74,11 +104,7 @@ def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
         raise BadRequest("n", f"n must be {max_choices} at most (max_choices).")
     return ModelRequest(
         model=body.model,
-        # all fields as they are, but for a role that few templates know
-        messages=[
-            {**message, "role": "system"} if message["role"] == "developer" else message
-            for message in fields["messages"]
-        ],
+        messages=answerable([message.plain() for message in body.messages]),
         tools=fields["tools"] if body.tools and body.tool_choice != "none" else None,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_choices=body.n,

@@ -24,7 +24,6 @@ from megatron_dapo.agents.gateway_session import GatewaySession, Tools
 from megatron_dapo.agents.gateways import GatewaySettings
 from megatron_dapo.agents.model_requests import ModelRequest, Reply
 from megatron_dapo.agents.parsing import load_parser
-from megatron_dapo.agents.prompt_writer import PromptWriter
 from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.agents.turns import Limits, TurnRefused
 from megatron_dapo.common.errors import UserError
@@ -58,6 +57,7 @@ class Gateway:
 
     async def run(self) -> None:
         """Serve until the controller has ended."""
+        await self._channel.connect()
         await self._channel.serve()
 
     async def _take(self, name: str, fields: dict[str, Any]) -> Any:
@@ -87,14 +87,14 @@ class Gateway:
         self._settings = settings
         try:
             tokenizer = load_tokenizer(settings.model)
-            if settings.apply_chat_template and (fault := template_fault(tokenizer, settings.template_kwargs)):
-                raise UserError(f"{_KEYS}: {fault}; choose a model with another template.")
+            if settings.apply_chat_template and settings.history == "tokens":
+                if fault := template_fault(tokenizer, settings.template_kwargs):
+                    raise UserError(fault)
             names = ("tool_parser", "reasoning_parser")
             parsers = [
                 load_parser(f"actor_rollout_ref.rollout.agent.{name}", getattr(settings, name)) for name in names
             ]
-            writer = PromptWriter(tokenizer, settings.template_kwargs, settings.apply_chat_template)
-            self._tools = Tools(settings, writer, *parsers)
+            self._tools = Tools(settings, tokenizer, *parsers)
             return {"port": await self._listen()}
         except UserError as error:
             return {"user_error": error.sentences}
@@ -183,6 +183,8 @@ class Gateway:
         if route == "messages/count_tokens":
             return _json(200, {"input_tokens": session.num_tokens(asked)})
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        if is_retry:
+            session.add("retries")
         digest = hashlib.sha256(f"{route} ".encode() + body).digest()
         async with session.joined(digest, is_retry, partial(session.answer, asked)) as task:
             return await self._deliver(session, request, asked, task, dialect)

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from megatron_dapo.agents.channel import Channel
@@ -13,8 +14,8 @@ from megatron_dapo.agents.gateways import GatewaySettings
 from megatron_dapo.agents.model_requests import BadRequest, Choice, ModelRequest, Reply
 from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.agents.parsing import Parser, parsed
-from megatron_dapo.agents.prompt_writer import PromptWriter
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.data.tokenizer import Tokenizer
 
 MAX_IN_FLIGHT = 8
 MAX_WAITING = 1000
@@ -27,7 +28,7 @@ class Tools:
     """One gateway's, for all its sessions."""
 
     settings: GatewaySettings
-    writer: PromptWriter
+    tokenizer: Tokenizer
     tool_parser: Parser
     reasoning_parser: Parser
 
@@ -49,7 +50,12 @@ class GatewaySession:
         self._number = number
         self._tools = tools
         self._channel = channel
-        self._conversations = Conversations(tools.writer, limits, tools.settings.history)
+        settings = tools.settings
+        self._conversations = Conversations(
+            tools.tokenizer, limits, settings.history, settings.template_kwargs, settings.apply_chat_template
+        )
+        self._requests = count()
+        self._num_turns = 0  # with those under way
         self._is_closed = False
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._num_waiting = 0
@@ -161,19 +167,26 @@ class GatewaySession:
         """Return the answers to a request. Raises TurnRefused, ChannelClosed, RuntimeError."""
         if request.is_overruled:
             self.add("overruled")
+        num = request.num_choices
+        if self._num_turns + num > self.limits.max_turns:
+            raise TurnRefused(403, "max_turns", f"The trajectory has had its {self.limits.max_turns} turns.")
+        self._num_turns += num
+        try:
+            return await self._answer(request)
+        except BaseException:
+            self._num_turns -= num
+            raise
+
+    async def _answer(self, request: ModelRequest) -> Reply:
         if request.ids is None:
             self._check_model(request)
             place = self._conversations.place(request.messages, request.tools, request.num_choices)
         else:
             place = self._conversations.place_tokens(request.ids)
-        try:
-            room = min(place.room, request.max_tokens or place.room)
-            turn = Turn(place.request, place.parent, place.suffix, room, request.num_choices, request.stop)
-            fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
-            answers = [Answer(**answer) for answer in fields]
-        except BaseException:
-            self._conversations.drop(place)
-            raise
+        room = min(place.room, request.max_tokens or place.room)
+        turn = Turn(next(self._requests), place.parent, place.suffix, room, request.num_choices, request.stop)
+        fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
+        answers = [Answer(**answer) for answer in fields]
         return Reply(
             identity=f"{self._number}-{turn.request}",
             model=self._tools.settings.model_name,
@@ -195,15 +208,23 @@ class GatewaySession:
         if request.ids is not None:
             self._conversations.add(place, answer, None)
             return Choice({}, answer.finish_reason, None, [])
-        text = self._conversations.read(place, answer, request.stop)
+        text = self._conversations.read(place, answer.tokens, request.stop)
         parsers = self._tools.tool_parser, self._tools.reasoning_parser
-        told = await parsed(text, request.tools, self._parse, *parsers, answer.node)
+        told = await parsed(text, request.tools, self._parse, *parsers)
         if told.is_ill_formed:
             self.add("ill_formed")
-        message = told.as_dict()
+        message: dict[str, Any] = {"role": "assistant", "content": told.content}
+        if told.reasoning:
+            message["reasoning_content"] = told.reasoning
+        if told.tool_calls:
+            functions = [{"name": name, "arguments": arguments} for name, arguments in told.tool_calls]
+            message["tool_calls"] = [
+                {"id": f"call_{answer.node}_{index}", "type": "function", "function": function}
+                for index, function in enumerate(functions)
+            ]
         self._conversations.add(place, answer, message)
         is_call = told.tool_calls and answer.finish_reason == "stop"
-        decode = self._tools.writer.tokenizer.decode
+        decode = self._tools.tokenizer.decode
         names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]
         return Choice(message, "tool_calls" if is_call else answer.finish_reason, text.stop, names)
 

@@ -162,15 +162,14 @@ class _Process:
                 start_new_session=True,  # untouched by Ctrl-C
             )
         channel = self._channel = Channel(ours, self._take)
+        await channel.connect()
         self._serving = asyncio.create_task(self._serve(channel))
         try:
             async with asyncio.timeout(_START_S):
                 started = await channel.ask("start", self.settings)
         except (ChannelClosed, TimeoutError, RuntimeError) as error:
             await self.close()
-            raise WorkerLost(
-                f"a gateway did not start within {_START_S:g} s: {error or type(error).__name__}"
-            ) from None
+            raise WorkerLost(f"a gateway did not start within {_START_S:g} s: {error!r}") from None
         if "user_error" in started:
             await self.close()
             raise UserError(started["user_error"])

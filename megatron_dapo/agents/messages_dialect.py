@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Discriminator
 
-from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, is_overruled, read_body
+from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, answerable, is_overruled, read_body
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _NEUTRAL: dict[str, tuple] = {"mcp_servers": ([],), "container": ()}
@@ -86,7 +86,7 @@ def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
         messages += _messages(message)
     return ModelRequest(
         model=body.model,
-        messages=messages,
+        messages=answerable(messages),
         tools=[_tool(tool) for tool in body.tools] if body.tools and body.tool_choice.type != "none" else None,
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
@@ -109,7 +109,7 @@ def _messages(message: _Message) -> Iterator[dict[str, Any]]:
     for block in blocks:
         if isinstance(block, _Result):
             if own:
-                yield {"role": role, **own}
+                yield {"role": role, "content": None, **own}
                 own = {}
             content = block.content if isinstance(block.content, str) else _joined(block.content or [])
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
@@ -121,7 +121,7 @@ def _messages(message: _Message) -> Iterator[dict[str, Any]]:
             function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
             own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
     if own or not blocks:
-        yield {"role": role, **own}
+        yield {"role": role, "content": None, **own}
 
 
 def _joined(blocks: list[_Text]) -> str:

@@ -28,7 +28,8 @@ class ModelRequest:
 
     model: str
     messages: list[dict[str, Any]]
-    """As in OpenAI's API."""
+    """With role, content (text or None), and if given tool_calls and tool_call_id as in OpenAI's
+    API, name, reasoning_content."""
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     num_choices: int = 1
@@ -108,6 +109,14 @@ def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[s
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise BadRequest(str(first["loc"][0]), f"{place}: {first['msg']}"[:500]) from None
+
+
+def answerable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that a model can answer. Raises BadRequest."""
+    if not messages or messages[-1]["role"] == "assistant":
+        words = "messages must end with a message of another role than assistant: begun answers are not taken."
+        raise BadRequest("messages", words)
+    return messages
 
 
 def is_overruled(fields: Mapping[str, Any]) -> bool:
