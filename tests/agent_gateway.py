@@ -3,8 +3,8 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,18 @@ from megatron_dapo.agents.turns import Answer, Limits, Turn
 
 NAME = "policy"
 END = "<|im_end|>"
-TEMPLATE = """{%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\n' + message.content }}
-{%- for call in message.tool_calls or [] %}{{ '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+# whole lines of a template; {%- joins them
+TEMPLATE = "".join(
+    (
+        "{%- if tools %}{{ '<|im_start|>system\n' }}",
+        "{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}",
+        "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}",
+        '{%- for call in message.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + call.function.name }}',
+        "{{- '\", \"arguments\": ' }}{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}",
+        "{{- '<|im_end|>\n' }}{% endfor %}",
+        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    )
+)
 LIMITS = Limits(
     max_prompt_tokens=2000,
     max_response_tokens=2000,
@@ -31,9 +36,7 @@ LIMITS = Limits(
     max_tokens_per_turn=None,
     max_choices=4,
 )
-TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}
-]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, "strict": True}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, 3]}}\n</tool_call>'
 
 

@@ -31,7 +31,6 @@ from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.data.tokenizer import load_tokenizer
 
 _KEYS = "actor_rollout_ref.rollout.agent"
-_SILENCE_S = 30.0  # for a new connection's first request, and for a body
 _MAX_CONNECTIONS = 8192
 _SPARE_FILES = 64
 _MAX_CLOSED = 100_000
@@ -105,16 +104,16 @@ class Gateway:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         loop = asyncio.get_running_loop()
+        settings = self._settings
 
         def connection() -> asyncio.BaseProtocol:
             if len(server.connections) >= min(files - _SPARE_FILES, _MAX_CONNECTIONS):
                 return _TooMany()
             protocol = server()
             self._silent.add(protocol)
-            loop.call_later(_SILENCE_S, self._drop_silent, protocol)
+            loop.call_later(settings.silence_s, self._drop_silent, protocol)
             return protocol
 
-        settings = self._settings
         try:
             listener = await loop.create_server(connection, settings.host, settings.port or 0, backlog=1024)
             await loop.create_unix_server(connection, settings.socket, backlog=1024)
@@ -196,7 +195,7 @@ class Gateway:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(_SILENCE_S):
+            async with asyncio.timeout(self._settings.silence_s):
                 async for part in request.content.iter_any():
                     body += part
                     if len(body) > most:
@@ -245,7 +244,8 @@ class Gateway:
         await response.prepare(request)
         await response.write(text)
         await response.write_eof()
-        session.note_delivery(reply)
+        if request.transport is not None and not request.transport.is_closing():  # as after a failed write
+            session.note_delivery(reply)
         return response
 
 

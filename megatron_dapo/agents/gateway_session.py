@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from megatron_dapo.agents.channel import Channel
-from megatron_dapo.agents.conversation import Conversations, Place
+from megatron_dapo.agents.conversation import Conversations, TurnPlace
 from megatron_dapo.agents.gateways import GatewaySettings
 from megatron_dapo.agents.model_requests import BadRequest, Choice, ModelRequest, Reply
 from megatron_dapo.agents.outcomes import outcome_of
@@ -61,6 +61,7 @@ class GatewaySession:
         self._num_waiting = 0
         self._holders: set[asyncio.Task] = set()  # connections with a slot
         self._running: dict[bytes, _Running] = {}  # the last one of each body
+        self._under_way: set[asyncio.Task] = set()
         self._orphans: dict[_Running, asyncio.TimerHandle] = {}
         self._told: set[asyncio.Task] = set()
 
@@ -98,6 +99,8 @@ class GatewaySession:
         running = self._running.get(body) if is_retry else None
         if running is None or running.task.cancelled():
             running = self._running[body] = _Running(asyncio.create_task(start()))
+            self._under_way.add(running.task)
+            running.task.add_done_callback(self._finish)
         if expiry := self._orphans.pop(running, None):
             expiry.cancel()
         running.num_readers += 1
@@ -111,6 +114,11 @@ class GatewaySession:
                 if len(self._orphans) > MAX_IN_FLIGHT:
                     self._give_up(next(iter(self._orphans)))
 
+    def _finish(self, task: asyncio.Task) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be left to ask for it
+
     def _give_up(self, running: _Running) -> None:
         self._orphans.pop(running).cancel()
         running.task.cancel()
@@ -123,8 +131,8 @@ class GatewaySession:
     async def end(self) -> SessionNotes:
         """Take no further request, end those under way, and return the notes."""
         self._is_closed = True
-        for running in self._running.values():
-            running.task.cancel()
+        for task in self._under_way:
+            task.cancel()
         if self._holders:
             _, late = await asyncio.wait(self._holders, timeout=_END_S)
             for holder in late:  # a client that does not read, or does not end its body
@@ -203,7 +211,7 @@ class GatewaySession:
             words = f"The model {request.model[:100]!r} does not exist; here is {name!r}."
             raise BadRequest("model", words, 404, "model_not_found")
 
-    async def _shown(self, place: Place, request: ModelRequest, answer: Answer) -> Choice:
+    async def _shown(self, place: TurnPlace, request: ModelRequest, answer: Answer) -> Choice:
         """Add a node for an answer; return the answer as its client is shown it."""
         if request.ids is not None:
             self._conversations.add(place, answer, None)

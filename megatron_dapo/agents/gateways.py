@@ -64,6 +64,8 @@ class GatewaySettings:
     """A request goes on for so long without a client."""
     keep_alive_s: float = 30.0
     """Between two signs of life to a waiting client: clients give up after 600 s without one."""
+    silence_s: float = 30.0
+    """For a connection's first request, and for the rest of a body."""
     socket: str = ""
     """Of one gateway: its Unix socket."""
 

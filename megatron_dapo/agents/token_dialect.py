@@ -2,23 +2,20 @@
 
 from typing import Any
 
-from pydantic import BaseModel
-
 from megatron_dapo.agents.chat_dialect import PING, error_body, error_event, events
-from megatron_dapo.agents.model_requests import Count, ModelRequest, Reply, read_body
+from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, read_body
 
 __all__ = ["PING", "body", "error_body", "error_event", "events", "parse"]
 
 
-class _Body(BaseModel):
+class _Body(Body):
     ids: list[int]
-    max_tokens: Count | None = None
 
 
 def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
     """Return the request of a body. Raises BadRequest."""
     body = read_body(_Body, fields)
-    return ModelRequest("", [], max_tokens=body.max_tokens, ids=body.ids)
+    return ModelRequest(body.model, [], max_tokens=body.max_tokens, ids=body.ids)
 
 
 def body(reply: Reply) -> Any:

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.agent_gateway import CALL, END, LIMITS, NAME, TOOLS, Bench, ScriptedModel, bench, refused
+from tests.agent_gateway import CALL, END, LIMITS, NAME, TOOLS, Bench, bench, refused
 
 pytestmark = pytest.mark.unit
 ASK = [{"role": "user", "content": "ask"}]
