@@ -36,6 +36,11 @@ class Channel:
         self._asked: dict[int, asyncio.Future] = {}
         self._answering: dict[int, asyncio.Task] = {}
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether the other side is there, as far as is known."""
+        return self._writer is not None
+
     async def connect(self) -> None:
         """Be ready to ask; answers need `serve`."""
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)

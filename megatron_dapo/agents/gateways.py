@@ -30,6 +30,7 @@ from megatron_dapo.rewards.worker_pool import WorkerLost
 
 _MODULE = "megatron_dapo.agents.gateway_process"
 _START_S = 60.0
+_DEATH_S = 5.0
 
 Parse = Callable[[str, dict], Awaitable[Any]]
 """(route, JSON fields) -> the server's JSON, such as ("/parse_function_call", {...})."""
@@ -89,10 +90,16 @@ class Session:
 
     async def close_requests(self) -> None:
         """Have further requests refused (403) and running ones ended. Raises GatewayLost."""
-        notes = await self._process.ask("end", {"session": self.number})
+        notes = await self.ask("end")
         self.notes.delivered |= set(notes["delivered"])
         self.notes.counts.update(notes["counts"])
         self.notes.refusal = notes["refusal"]
+
+    async def ask(self, name: str, **fields: Any) -> Any:
+        """Ask the gateway. Raises GatewayLost; another process may have taken its place."""
+        if self.lost.is_set():
+            raise GatewayLost("the gateway of this trajectory has ended")
+        return await self._process.ask(name, {"session": self.number, **fields})
 
     async def take(self, name: str, fields: dict[str, Any]) -> Any:
         """Answer a question of the gateway."""
@@ -125,7 +132,9 @@ class _Process:
     async def ensure(self) -> None:
         """Start the process unless it runs. Raises UserError, WorkerLost."""
         async with self._lock:
-            if self._serving is None or self._serving.done():
+            if self._channel is None or not self._channel.is_open:
+                if self._serving is not None:
+                    await self._serving  # the old one's port is free then
                 await self._start()
 
     async def ask(self, name: str, fields: Any) -> Any:
@@ -134,8 +143,8 @@ class _Process:
             assert self._channel is not None, "ensure() comes first"
             async with asyncio.timeout(self.settings.end_timeout_s):
                 return await self._channel.ask(name, fields)
-        except ChannelClosed:
-            raise GatewayLost(f"the gateway at {self.url} has ended") from None
+        except (ChannelClosed, RuntimeError) as error:
+            raise GatewayLost(f"the gateway at {self.url} has ended: {error}") from error
         except TimeoutError:
             self.kill()
             raise GatewayLost(f"the gateway at {self.url} did not answer {name!r} in time; it is killed") from None
@@ -180,11 +189,15 @@ class _Process:
 
     async def _serve(self, channel: Channel) -> None:
         await channel.serve()
-        self.kill()  # it may have closed only its socket
-        for session in self.sessions.values():
-            session.lost.set()
         if self.sessions:
             log.error("the gateway at %s has ended; its %d trajectories are lost", self.url, len(self.sessions))
+        for session in self.sessions.values():
+            session.lost.set()
+        assert self._process is not None, "of this channel"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_S):
+                await self._process.wait()
+        self.kill()  # it had closed only its socket
 
     async def _take(self, name: str, fields: dict[str, Any]) -> Any:
         return await self.sessions[fields["session"]].take(name, fields)
@@ -231,14 +244,13 @@ class Gateways:
         session = Session(process, _endpoint(process, key, reward_key), answer, parse)
         process.sessions[session.number] = session
         try:
-            await process.ask("open", {"session": session.number, "limits": limits, "keys": keys})
+            await session.ask("open", limits=limits, keys=keys)
             yield session
             await session.close_requests()
         finally:
+            with suppress(GatewayLost):
+                await session.ask("close", keys=keys)
             del process.sessions[session.number]
-            if not session.lost.is_set():
-                with suppress(GatewayLost):
-                    await process.ask("close", {"session": session.number, "keys": keys})
 
     async def close(self) -> None:
         """End all; sessions in use are lost. Idempotent."""
