@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_dapo.agents.gateways import Gateways, GatewaySettings, Session
@@ -116,8 +118,8 @@ class ScriptedModel:
         if route == "/separate_reasoning":
             thoughts, _, rest = text.removeprefix("<think>").rpartition("</think>")
             return {"reasoning_text": thoughts, "text": rest}
-        found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
-        calls = [json.loads(call) for call in found]
+        texts = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
+        calls = [json.loads(call) for call in texts]
         return {
             "normal_text": text.partition("<tool_call>")[0],
             "calls": [
@@ -156,13 +158,25 @@ class Bench:
 def bench(folder: Path, num_gateways: int = 1, **settings: Any) -> Iterator[Bench]:
     """Start gateways."""
     with asyncio.Runner() as runner:
-        given = {"model": str(make_folder(folder)), "model_name": NAME, "tool_parser": "qwen25"} | settings
-        gateways = Gateways(GatewaySettings(**given), num_gateways)
+        every_setting = {"model": str(make_folder(folder)), "model_name": NAME, "tool_parser": "qwen25"} | settings
+        gateways = Gateways(GatewaySettings(**every_setting), num_gateways)
         runner.run(gateways.start())
         try:
             yield Bench(runner, gateways, folder)
         finally:
             runner.run(gateways.close())
+
+
+def plain_http(**options: Any) -> httpx.AsyncClient:
+    """Return a client without TLS, whose certificates take 20 ms to read."""
+    return httpx.AsyncClient(**{"verify": False, "timeout": 20} | options)
+
+
+def openai_client(session: Session, **options: Any) -> openai.AsyncOpenAI:
+    """Return a client of a trajectory."""
+    endpoint = session.endpoint
+    options = {"http_client": plain_http(timeout=options.get("timeout", 20))} | options
+    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key, **options)
 
 
 async def refused(call: Awaitable[Any], kind: type[Exception]) -> Exception:

@@ -19,7 +19,7 @@ _MAX_FRAME_BYTES = 256 << 20  # far above a long branch's tokens; a larger one i
 log = logging.getLogger(__name__)
 
 
-class ChannelClosed(ConnectionError):
+class ChannelClosed(Exception):
     """The process on the other side has ended."""
 
 

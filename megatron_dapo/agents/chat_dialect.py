@@ -16,7 +16,6 @@ from megatron_dapo.agents.model_requests import (
     Stops,
     StopText,
     answerable,
-    is_overruled,
     read_body,
 )
 
@@ -43,7 +42,7 @@ class _Function(BaseModel):
     name: str
 
 
-class _Tool(BaseModel):
+class _ChatTool(BaseModel):
     type: Literal["function"]
     function: _Function
 
@@ -52,7 +51,7 @@ class _StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _Part(BaseModel):
+class _ChatPart(BaseModel):
     type: Literal["text", "refusal"]
     text: str = ""
     refusal: str = ""
@@ -63,16 +62,16 @@ class _CalledFunction(BaseModel):
     arguments: str
 
 
-class _Call(BaseModel):
+class _ChatCall(BaseModel):
     id: str
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class _Message(BaseModel):
+class _ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
-    tool_calls: list[_Call] | None = None
+    content: str | list[_ChatPart] | None = None
+    tool_calls: list[_ChatCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -86,9 +85,9 @@ class _Message(BaseModel):
         return {"content": None, **fields, "role": role}
 
 
-class _Body(Body):
-    messages: list[_Message]
-    tools: list[_Tool] = []
+class _ChatBody(Body):
+    messages: list[_ChatMessage]
+    tools: list[_ChatTool] = []
     tool_choice: Literal["auto", "required", "none"] = "auto"
     max_completion_tokens: Count | None = None
     n: Count = 1
@@ -99,7 +98,7 @@ class _Body(Body):
 
 def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
     """Return the request of a body. Raises BadRequest."""
-    body = read_body(_Body, fields, _NEUTRAL)
+    body = read_body(_ChatBody, fields, _NEUTRAL)
     if body.n > max_choices:
         raise BadRequest("n", f"n must be {max_choices} at most (max_choices).")
     return ModelRequest(
@@ -112,7 +111,6 @@ def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
         is_streamed=body.stream,
         wants_usage=bool(body.stream_options.include_usage),
         wants_log_probs=body.logprobs,
-        is_overruled=is_overruled(fields),
     )
 
 

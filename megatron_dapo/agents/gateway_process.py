@@ -19,10 +19,10 @@ import orjson
 from aiohttp import web
 
 from megatron_dapo.agents import chat_dialect, messages_dialect, token_dialect
-from megatron_dapo.agents.channel import Channel, ChannelClosed
-from megatron_dapo.agents.gateway_session import GatewaySession, Tools
+from megatron_dapo.agents.channel import Channel
+from megatron_dapo.agents.gateway_session import GatewayParts, GatewaySession
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import ModelRequest, Reply
+from megatron_dapo.agents.model_requests import ModelRequest, Reply, is_overruled
 from megatron_dapo.agents.parsing import load_parser
 from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.agents.turns import Limits, TurnRefused
@@ -37,8 +37,6 @@ _MAX_CLOSED = 100_000
 _DIALECTS = {"chat/completions": chat_dialect, "messages": messages_dialect, "tokens": token_dialect}
 _ROUTES = {*_DIALECTS, "messages/count_tokens", "reward"}
 _CLOSED = TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
-# errors of a turn that are nobody's mistake
-_FAILURES = (ChannelClosed, RuntimeError)
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,7 @@ class Gateway:
         number = fields["session"]
         if name == "open":
             limits = Limits(**fields["limits"])
-            session = GatewaySession(number, self._tools, limits, self._channel)
+            session = GatewaySession(number, self._parts, limits, self._channel)
             self._sessions[number] = session
             for is_of_reward, key in enumerate(fields["keys"]):
                 self._keys[_digest(key)] = session, bool(is_of_reward)
@@ -90,10 +88,8 @@ class Gateway:
                 if fault := template_fault(tokenizer, settings.template_kwargs):
                     raise UserError(fault)
             names = ("tool_parser", "reasoning_parser")
-            parsers = [
-                load_parser(f"actor_rollout_ref.rollout.agent.{name}", getattr(settings, name)) for name in names
-            ]
-            self._tools = Tools(settings, tokenizer, *parsers)
+            parsers = [load_parser(f"{_KEYS}.{name}", getattr(settings, name)) for name in names]
+            self._parts = GatewayParts(settings, tokenizer, *parsers)
             return {"port": await self._listen()}
         except UserError as error:
             return {"user_error": error.sentences}
@@ -146,7 +142,9 @@ class Gateway:
                 raise TurnRefused(404, "not_found", f"There is no {request.method} /{route[:100]} here.")
             async with session.slot():
                 return await self._answer(session, request, route, dialect)
-        except (TurnRefused, *_FAILURES) as error:
+        except ConnectionResetError:
+            raise
+        except Exception as error:
             return _json(*_refusal(error, session, dialect))
 
     def _session(self, key: str, is_of_reward: bool) -> GatewaySession:
@@ -181,6 +179,8 @@ class Gateway:
         asked = dialect.parse(fields, session.limits.max_choices)
         if route == "messages/count_tokens":
             return _json(200, {"input_tokens": session.num_tokens(asked)})
+        if is_overruled(fields):
+            session.add("overruled")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         if is_retry:
             session.add("retries")
@@ -228,7 +228,7 @@ class Gateway:
             if task.cancelled():
                 raise _CLOSED
             reply = task.result()
-        except (TurnRefused, *_FAILURES) as error:
+        except Exception as error:
             if not response.prepared:
                 raise
             if not asked.is_streamed:
@@ -275,7 +275,7 @@ def _digest(key: str) -> bytes:
 def _refusal(error: Exception, session: GatewaySession | None, dialect: ModuleType) -> tuple[int, dict[str, Any]]:
     """Return status and body, and note them."""
     if not isinstance(error, TurnRefused):
-        log.error("a request failed: %s: %s", type(error).__name__, error)
+        log.error("a request failed", exc_info=error)
         error = TurnRefused(500, "server_error", "The trainer could not answer this request.")
     if session is not None:
         session.note_refusal(error)
@@ -292,5 +292,6 @@ def _json(status: int, value: Any) -> web.Response:
 
 if __name__ == "__main__":
     logging.basicConfig(format="gateway: %(message)s")
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # of clients that speak no HTTP
     end_with_parent(os.getppid())
     asyncio.run(Gateway(socket.socket(fileno=0)).run())

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,8 +25,8 @@ _ENDING_LIMITS = ("max_turns", "max_branches")
 
 
 @dataclass(frozen=True)
-class Tools:
-    """One gateway's, for all its sessions."""
+class GatewayParts:
+    """Parts that all sessions of a gateway share."""
 
     settings: GatewaySettings
     tokenizer: Tokenizer
@@ -44,15 +45,15 @@ class _Running:
 class GatewaySession:
     """A trajectory: its conversations, its requests under way, and what was seen of them."""
 
-    def __init__(self, number: int, tools: Tools, limits: Limits, channel: Channel) -> None:
+    def __init__(self, number: int, parts: GatewayParts, limits: Limits, channel: Channel) -> None:
         self.limits = limits
         self.notes = SessionNotes()
         self._number = number
-        self._tools = tools
+        self._parts = parts
         self._channel = channel
-        settings = tools.settings
+        settings = parts.settings
         self._conversations = Conversations(
-            tools.tokenizer, limits, settings.history, settings.template_kwargs, settings.apply_chat_template
+            parts.tokenizer, limits, settings.history, settings.template_kwargs, settings.apply_chat_template
         )
         self._requests = count()
         self._num_turns = 0  # with those under way
@@ -89,18 +90,19 @@ class GatewaySession:
     async def joined(
         self, body: bytes, is_retry: bool, start: Callable[[], Coroutine[Any, Any, Reply]]
     ) -> AsyncIterator[asyncio.Task[Reply]]:
-        """Lend the task that answers a body: a retry gets that of the request before, also if it is
-        done.
+        """Lend the task that answers a body; a retry gets that of the request before, also if it has
+        answered.
 
         Without a reader for `retry_wait_s` it is cancelled; sooner if many have none.
 
         body: its hash.
         """
+        self.check_open()
         running = self._running.get(body) if is_retry else None
-        if running is None or running.task.cancelled():
+        if running is None or running.task.cancelling():
             running = self._running[body] = _Running(asyncio.create_task(start()))
             self._under_way.add(running.task)
-            running.task.add_done_callback(self._finish)
+            running.task.add_done_callback(partial(self._finish, body))
         if expiry := self._orphans.pop(running, None):
             expiry.cancel()
         running.num_readers += 1
@@ -109,15 +111,16 @@ class GatewaySession:
         finally:
             running.num_readers -= 1
             if not running.num_readers and not running.task.done():
-                later = asyncio.get_running_loop().call_later(self._tools.settings.retry_wait_s, self._give_up, running)
+                later = asyncio.get_running_loop().call_later(self._parts.settings.retry_wait_s, self._give_up, running)
                 self._orphans[running] = later
                 if len(self._orphans) > MAX_IN_FLIGHT:
                     self._give_up(next(iter(self._orphans)))
 
-    def _finish(self, task: asyncio.Task) -> None:
+    def _finish(self, body: bytes, task: asyncio.Task) -> None:
         self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody may be left to ask for it
+        is_error = task.cancelled() or task.exception()  # which holds all that it came of
+        if is_error and body in self._running and self._running[body].task is task:
+            del self._running[body]
 
     def _give_up(self, running: _Running) -> None:
         self._orphans.pop(running).cancel()
@@ -173,8 +176,6 @@ class GatewaySession:
 
     async def answer(self, request: ModelRequest) -> Reply:
         """Return the answers to a request. Raises TurnRefused, ChannelClosed, RuntimeError."""
-        if request.is_overruled:
-            self.add("overruled")
         num = request.num_choices
         if self._num_turns + num > self.limits.max_turns:
             raise TurnRefused(403, "max_turns", f"The trajectory has had its {self.limits.max_turns} turns.")
@@ -193,11 +194,15 @@ class GatewaySession:
             place = self._conversations.place_tokens(request.ids)
         room = min(place.room, request.max_tokens or place.room)
         turn = Turn(next(self._requests), place.parent, place.suffix, room, request.num_choices, request.stop)
-        fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
+        try:
+            fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
+        except BaseException:
+            self._conversations.drop(place)
+            raise
         answers = [Answer(**answer) for answer in fields]
         return Reply(
             identity=f"{self._number}-{turn.request}",
-            model=self._tools.settings.model_name,
+            model=self._parts.settings.model_name,
             created=int(time.time()),
             choices=[await self._shown(place, request, answer) for answer in answers],
             answers=answers,
@@ -206,7 +211,7 @@ class GatewaySession:
         )
 
     def _check_model(self, request: ModelRequest) -> None:
-        name = self._tools.settings.model_name
+        name = self._parts.settings.model_name
         if request.model != name:
             words = f"The model {request.model[:100]!r} does not exist; here is {name!r}."
             raise BadRequest("model", words, 404, "model_not_found")
@@ -217,22 +222,22 @@ class GatewaySession:
             self._conversations.add(place, answer, None)
             return Choice({}, answer.finish_reason, None, [])
         text = self._conversations.read(place, answer.tokens, request.stop)
-        parsers = self._tools.tool_parser, self._tools.reasoning_parser
-        told = await parsed(text, request.tools, self._parse, *parsers)
-        if told.is_ill_formed:
+        parsers = self._parts.tool_parser, self._parts.reasoning_parser
+        shown = await parsed(text, request.tools, self._parse, *parsers)
+        if shown.is_ill_formed:
             self.add("ill_formed")
-        message: dict[str, Any] = {"role": "assistant", "content": told.content}
-        if told.reasoning:
-            message["reasoning_content"] = told.reasoning
-        if told.tool_calls:
-            functions = [{"name": name, "arguments": arguments} for name, arguments in told.tool_calls]
+        message: dict[str, Any] = {"role": "assistant", "content": shown.content}
+        if shown.reasoning:
+            message["reasoning_content"] = shown.reasoning
+        if shown.tool_calls:
+            functions = [{"name": name, "arguments": arguments} for name, arguments in shown.tool_calls]
             message["tool_calls"] = [
                 {"id": f"call_{answer.node}_{index}", "type": "function", "function": function}
                 for index, function in enumerate(functions)
             ]
         self._conversations.add(place, answer, message)
-        is_call = told.tool_calls and answer.finish_reason == "stop"
-        decode = self._tools.tokenizer.decode
+        is_call = shown.tool_calls and answer.finish_reason == "stop"
+        decode = self._parts.tokenizer.decode
         names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]
         return Choice(message, "tool_calls" if is_call else answer.finish_reason, text.stop, names)
 

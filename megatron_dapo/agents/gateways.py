@@ -1,7 +1,6 @@
 """The controller's side of the gateways, the processes that speak HTTP with agents."""
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import os
@@ -11,17 +10,19 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 import numpy as np
 
 from megatron_dapo.agents.channel import Channel, ChannelClosed
 from megatron_dapo.agents.endpoint import Endpoint
 from megatron_dapo.agents.interface import Outcome
+from megatron_dapo.agents.parsing import Parse
 from megatron_dapo.agents.turns import AnswerTurn, Limits, SessionNotes, Turn
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.token_arrays import TOKEN
@@ -31,9 +32,6 @@ from megatron_dapo.rewards.worker_pool import WorkerLost
 _MODULE = "megatron_dapo.agents.gateway_process"
 _START_S = 60.0
 _DEATH_S = 5.0
-
-Parse = Callable[[str, dict], Awaitable[Any]]
-"""(route, JSON fields) -> the server's JSON, such as ("/parse_function_call", {...})."""
 
 log = logging.getLogger(__name__)
 
@@ -164,15 +162,15 @@ class _Process:
             await self._serving
 
     async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        our_side, its_side = socket.socketpair()
+        with its_side:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _MODULE),
-                stdin=theirs.fileno(),
+                stdin=its_side.fileno(),
                 env=worker_environment(os.environ, (), ""),
                 start_new_session=True,  # untouched by Ctrl-C
             )
-        channel = self._channel = Channel(ours, self._take)
+        channel = self._channel = Channel(our_side, self._take)
         await channel.connect()
         self._serving = asyncio.create_task(self._serve(channel))
         try:
@@ -185,7 +183,7 @@ class _Process:
             await self.close()
             raise UserError(started["user_error"])
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
-        self.url = self.settings.public_url or f"http://{host}:{started['port']}"
+        self.url = (self.settings.public_url or "").rstrip("/") or f"http://{host}:{started['port']}"
 
     async def _serve(self, channel: Channel) -> None:
         await channel.serve()
@@ -208,22 +206,19 @@ class Gateways:
 
     def __init__(self, settings: GatewaySettings, num_gateways: int) -> None:
         """Prepare the processes; `start` starts them."""
-        # only this user may enter it; paths of sockets are short
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron_dapo-"))
-        self._processes = [
-            _Process(
-                replace(
-                    settings,
-                    port=settings.port and settings.port + index,
-                    socket=str(self._folder / f"gateway{index}"),
-                )
-            )
-            for index in range(num_gateways)
-        ]
+        self._settings = settings
+        self._num_gateways = num_gateways
+        self._folder: Path | None = None
+        self._processes: list[_Process] = []
 
     async def start(self) -> None:
         """Start all. Raises UserError for a taken port or a template that cannot be continued,
         WorkerLost."""
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron_dapo-"))  # closed to others
+        for index in range(self._num_gateways):
+            port = self._settings.port and self._settings.port + index
+            path = str(self._folder / f"gateway{index}")
+            self._processes.append(_Process(replace(self._settings, port=port, socket=path)))
         results = await asyncio.gather(*(process.ensure() for process in self._processes), return_exceptions=True)
         if errors := [result for result in results if isinstance(result, BaseException)]:
             await self.close()
@@ -236,7 +231,7 @@ class Gateways:
         Raises GatewayLost if its gateway ends meanwhile, or does not start again.
         """
         key, reward_key = keys = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-        process = self._processes[hashlib.sha256(key.encode()).digest()[0] % len(self._processes)]
+        process = self._processes[crc32(key.encode()) % len(self._processes)]
         try:
             await process.ensure()
         except (UserError, WorkerLost) as error:
@@ -255,7 +250,8 @@ class Gateways:
     async def close(self) -> None:
         """End all; sessions in use are lost. Idempotent."""
         await asyncio.gather(*(process.close() for process in self._processes))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _endpoint(process: _Process, key: str, reward_key: str) -> Endpoint:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, Discriminator
 
-from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, answerable, is_overruled, read_body
+from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, answerable, read_body
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _NEUTRAL: dict[str, tuple] = {"mcp_servers": ([],), "container": ()}
@@ -20,66 +20,69 @@ _ERROR_TYPES = {
 }
 
 
-class _Text(BaseModel):
+class _TextBlock(BaseModel):
     type: Literal["text"]
     text: str
 
 
-class _Thinking(BaseModel):
+class _ThinkingBlock(BaseModel):
     type: Literal["thinking"]
     thinking: str
 
 
-class _Redacted(BaseModel):
+class _RedactedBlock(BaseModel):
     type: Literal["redacted_thinking"]
 
 
-class _Call(BaseModel):
+class _CallBlock(BaseModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any] = {}
 
 
-class _Result(BaseModel):
+class _ResultBlock(BaseModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[_Text] | None = None
+    content: str | list[_TextBlock] | None = None
 
 
-class _Message(BaseModel):
+_AnyBlock = _TextBlock | _ThinkingBlock | _RedactedBlock | _CallBlock | _ResultBlock
+
+
+class _BlockMessage(BaseModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Annotated[_Text | _Thinking | _Redacted | _Call | _Result, Discriminator("type")]]
+    content: str | list[Annotated[_AnyBlock, Discriminator("type")]]
 
 
-class _Tool(BaseModel):
+class _CustomTool(BaseModel):
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any] = {}
 
 
-class _Choice(BaseModel):
+class _ToolChoice(BaseModel):
     type: Literal["auto", "any", "none"] = "auto"
 
 
-class _Output(BaseModel):
+class _OutputConfig(BaseModel):
     format: None = None
 
 
-class _Body(Body):
-    messages: list[_Message]
-    system: str | list[_Text] = ""
-    tools: list[_Tool] = []
-    tool_choice: _Choice = _Choice()
+class _MessagesBody(Body):
+    messages: list[_BlockMessage]
+    system: str | list[_TextBlock] = ""
+    tools: list[_CustomTool] = []
+    tool_choice: _ToolChoice = _ToolChoice()
     stop_sequences: Stops = []
-    output_config: _Output = _Output()
+    output_config: _OutputConfig = _OutputConfig()
 
 
 def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
     """Return the request of a body; max_tokens may be missing, as in count_tokens. Raises
     BadRequest."""
-    body = read_body(_Body, fields, _NEUTRAL)
+    body = read_body(_MessagesBody, fields, _NEUTRAL)
     system = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
@@ -91,40 +94,39 @@ def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         is_streamed=body.stream,
-        is_overruled=is_overruled(fields),
     )
 
 
-def _tool(tool: _Tool) -> dict[str, Any]:
+def _tool(tool: _CustomTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
-def _messages(message: _Message) -> Iterator[dict[str, Any]]:
+def _messages(message: _BlockMessage) -> Iterator[dict[str, Any]]:
     """Yield a message as OpenAI's API has it: a tool's result is a message of its own."""
     role, blocks = message.role, message.content
     if isinstance(blocks, str):
-        blocks = [_Text(type="text", text=blocks)]
+        blocks = [_TextBlock(type="text", text=blocks)]
     own: dict[str, Any] = {}  # a message under way
     for block in blocks:
-        if isinstance(block, _Result):
+        if isinstance(block, _ResultBlock):
             if own:
                 yield {"role": role, "content": None, **own}
                 own = {}
             content = block.content if isinstance(block.content, str) else _joined(block.content or [])
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        elif isinstance(block, _Text):
+        elif isinstance(block, _TextBlock):
             own["content"] = own.get("content", "") + block.text
-        elif isinstance(block, _Thinking):
+        elif isinstance(block, _ThinkingBlock):
             own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, _Call):
+        elif isinstance(block, _CallBlock):
             function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
             own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
     if own or not blocks:
         yield {"role": role, "content": None, **own}
 
 
-def _joined(blocks: list[_Text]) -> str:
+def _joined(blocks: list[_TextBlock]) -> str:
     return "".join(block.text for block in blocks)
 
 

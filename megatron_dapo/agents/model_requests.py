@@ -28,7 +28,7 @@ class ModelRequest:
 
     model: str
     messages: list[dict[str, Any]]
-    """With role, content (text or None), and if given tool_calls and tool_call_id as in OpenAI's
+    """With role, content (text or None), and if present tool_calls and tool_call_id as in OpenAI's
     API, name, reasoning_content."""
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
@@ -38,8 +38,6 @@ class ModelRequest:
     wants_usage: bool = True
     """In a stream."""
     wants_log_probs: bool = False
-    is_overruled: bool = False
-    """It has sampling parameters of its own."""
     ids: list[int] | None = None
     """Tokens instead of messages."""
 
@@ -86,7 +84,6 @@ class Body(BaseModel):
     model: str = ""
     stream: bool = False
     max_tokens: Count | None = None
-    temperature: float | None = None
 
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
@@ -99,12 +96,12 @@ def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[s
 
     Raises BadRequest.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    for name in neutral.keys() & given.keys():
-        if given[name] not in neutral[name]:
+    present = {name: value for name, value in fields.items() if value is not None}
+    for name in neutral.keys() & present.keys():
+        if present[name] not in neutral[name]:
             raise BadRequest(name, f"{name} is not supported here; leave it out.", code="unsupported_parameter")
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(present)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -8,13 +8,13 @@ from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, read_
 __all__ = ["PING", "body", "error_body", "error_event", "events", "parse"]
 
 
-class _Body(Body):
+class _TokenBody(Body):
     ids: list[int]
 
 
 def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
     """Return the request of a body. Raises BadRequest."""
-    body = read_body(_Body, fields)
+    body = read_body(_TokenBody, fields)
     return ModelRequest(body.model, [], max_tokens=body.max_tokens, ids=body.ids)
 
 

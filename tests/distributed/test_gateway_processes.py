@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dapo.agents.gateways import GatewayLost, Gateways, GatewaySettings
 from megatron_dapo.common.errors import UserError
-from tests.agent_gateway import LIMITS, NAME, TEMPLATE, ScriptedModel, bench, make_folder
+from tests.agent_gateway import LIMITS, NAME, TEMPLATE, ScriptedModel, bench, make_folder, plain_http
 from tests.helpers import free_port
 
 pytestmark = pytest.mark.distributed
@@ -27,7 +27,7 @@ def processes() -> list[psutil.Process]:
 
 
 async def ask(session: Any) -> int:
-    async with httpx.AsyncClient(timeout=20) as http:
+    async with plain_http() as http:
         return (await http.post(f"{session.endpoint.base_url}/chat/completions", json=ASK)).status_code
 
 
@@ -90,7 +90,7 @@ def test_keys_are_spread_over_gateways_and_reached_by_sockets_of_this_user(tmp_p
                     path = Path(session.endpoint.socket)
                     urls.add(session.endpoint.base_url.partition("/t/")[0])
                     sockets.add(path)
-                    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(path))) as http:
+                    async with plain_http(transport=httpx.AsyncHTTPTransport(uds=str(path))) as http:
                         url = f"http://any/t/{session.endpoint.key}/v1/chat/completions"
                         assert (await http.post(url, json=ASK)).status_code == 200
                 assert session.notes.delivered
@@ -117,10 +117,10 @@ def test_a_mistake_is_one_sentence_at_the_start(tmp_path: Path, settings: dict, 
 
     async def start() -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            given = {"model": str(folder), "model_name": NAME} | settings
-            if "port" in given:
-                given["port"] = taken.getsockname()[1]
-            gateways = Gateways(GatewaySettings(**given), 1)
+            every_setting = {"model": str(folder), "model_name": NAME} | settings
+            if "port" in every_setting:
+                every_setting["port"] = taken.getsockname()[1]
+            gateways = Gateways(GatewaySettings(**every_setting), 1)
             with pytest.raises(UserError, match=words) as mistake:
                 await gateways.start()
             assert len(mistake.value.sentences) == 1

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_dapo.agents.gateway_session import MAX_IN_FLIGHT, MAX_WAITING
-from tests.agent_gateway import END, LIMITS, NAME, Bench, ScriptedModel, bench, refused
+from tests.agent_gateway import END, LIMITS, NAME, Bench, ScriptedModel, bench, openai_client, plain_http, refused
 
 pytestmark = pytest.mark.unit
 ASK = {"model": NAME, "messages": [{"role": "user", "content": "ask"}]}
@@ -34,7 +34,7 @@ def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 async def post(url: str, key: str = "", **options: Any) -> httpx.Response:
     headers = ({"Authorization": f"Bearer {key}"} if key else {}) | options.pop("headers", {})
-    async with httpx.AsyncClient(timeout=20) as http:
+    async with plain_http() as http:
         return await http.post(url, headers=headers, **options)
 
 
@@ -220,7 +220,7 @@ def test_silent_connections_are_closed(lively: Bench) -> None:
 def test_a_patient_client_sees_signs_of_life(lively: Bench) -> None:
     async def agent(session, model):
         # less than the answer takes, and more than lies between two signs
-        client = openai.AsyncOpenAI(base_url=session.endpoint.base_url, api_key="any", timeout=0.3, max_retries=0)
+        client = openai_client(session, timeout=0.3, max_retries=0)
         asking = asyncio.ensure_future(client.chat.completions.create(**ASK))
         stream = await client.chat.completions.create(**ASK, stream=True)
         asyncio.get_running_loop().call_later(0.5, model.gate.set)
@@ -240,7 +240,7 @@ def test_a_patient_client_sees_signs_of_life(lively: Bench) -> None:
 
 def test_an_error_behind_signs_of_life_reaches_the_client(lively: Bench) -> None:
     async def agent(session, model):
-        client = openai.AsyncOpenAI(base_url=session.endpoint.base_url, api_key="any", max_retries=1)
+        client = openai_client(session, max_retries=1)
         asking = asyncio.ensure_future(refused(client.chat.completions.create(**ASK), openai.PermissionDeniedError))
         stream = await client.chat.completions.create(**ASK, stream=True)
         await asyncio.sleep(0.1)

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from tests.agent_gateway import CALL, END, LIMITS, NAME, TOOLS, Bench, bench, refused
+from tests.agent_gateway import CALL, END, LIMITS, NAME, TOOLS, Bench, bench, openai_client, plain_http, refused
 
 pytestmark = pytest.mark.unit
 ASK = [{"role": "user", "content": "ask"}]
@@ -21,14 +21,9 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield started
 
 
-def client(session, **options) -> openai.AsyncOpenAI:
-    endpoint = session.endpoint
-    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.key, **options)
-
-
 def test_a_conversation_goes_on_behind_its_exact_tokens(gateway: Bench) -> None:
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         answer = await chat.create(model=NAME, messages=ASK)
         assert answer.choices[0].message.content == "hello"
         assert answer.choices[0].finish_reason == "stop"
@@ -52,7 +47,7 @@ def test_a_conversation_goes_on_behind_its_exact_tokens(gateway: Bench) -> None:
 
 def test_calls_of_tools_and_their_results_are_one_branch(gateway: Bench) -> None:
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         answer = await chat.create(model=NAME, messages=ASK, tools=TOOLS)
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls"
@@ -73,9 +68,11 @@ def test_a_stream_says_the_same_as_an_answer_at_once(gateway: Bench, text: str) 
     asked = {"model": NAME, "messages": ASK, "tools": TOOLS, "max_tokens": 90, "stop": "stop"}
 
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         whole = await chat.create(**asked)
-        async with client(session).chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+        async with openai_client(session).chat.completions.stream(
+            **asked, stream_options={"include_usage": True}
+        ) as stream:
             async for _ in stream:
                 pass
             streamed = await stream.get_final_completion()
@@ -93,9 +90,9 @@ def test_a_stream_says_the_same_as_an_answer_at_once(gateway: Bench, text: str) 
 
 def test_several_choices_are_nodes_of_one_turn(gateway: Bench) -> None:
     async def agent(session, model):
-        answer = await client(session).chat.completions.create(model=NAME, messages=ASK, n=3)
+        answer = await openai_client(session).chat.completions.create(model=NAME, messages=ASK, n=3)
         assert [choice.message.content for choice in answer.choices] == ["a", "b", "c"]
-        stream = await client(session).chat.completions.create(model=NAME, messages=ASK, n=2, stream=True)
+        stream = await openai_client(session).chat.completions.create(model=NAME, messages=ASK, n=2, stream=True)
         texts = {0: "", 1: ""}
         async for chunk in stream:
             for choice in chunk.choices:
@@ -109,7 +106,7 @@ def test_several_choices_are_nodes_of_one_turn(gateway: Bench) -> None:
 
 def test_log_probs_are_those_of_the_tokens(gateway: Bench) -> None:
     async def agent(session, model):
-        answer = await client(session).chat.completions.create(model=NAME, messages=ASK, logprobs=True)
+        answer = await openai_client(session).chat.completions.create(model=NAME, messages=ASK, logprobs=True)
         tokens = answer.choices[0].logprobs.content
         assert "".join(token.token for token in tokens) == f"hello{END}"
         assert [token.logprob for token in tokens] == [-place / 64 for place in range(6)]
@@ -119,7 +116,7 @@ def test_log_probs_are_those_of_the_tokens(gateway: Bench) -> None:
 
 def test_a_stop_text_ends_what_the_client_sees(gateway: Bench) -> None:
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         answer = await chat.create(model=NAME, messages=ASK, stop=["Observation:", "nothing"])
         assert answer.choices[0].message.content == "go "
         assert answer.usage.completion_tokens == len("go Observation:")
@@ -162,9 +159,9 @@ def test_a_bad_request_is_refused_by_name_and_not_repeated(
 ) -> None:
     async def agent(session, model):
         sent: list[httpx.Request] = []
-        options = httpx.AsyncClient(event_hooks={"request": [_noting(sent)]})
+        options = plain_http(event_hooks={"request": [_noting(sent)]})
         asked = {"model": NAME, "messages": ASK} | fields
-        chat = client(session, http_client=options).chat.completions
+        chat = openai_client(session, http_client=options).chat.completions
         error = await refused(chat.create(**asked), openai.APIStatusError)
         assert (error.status_code, error.param, error.code) == (status, param, code)
         assert len(sent) == 1
@@ -192,7 +189,7 @@ def _noting(sent: list):
 )
 def test_fields_that_ask_for_nothing_are_taken(gateway: Bench, fields: dict) -> None:
     async def agent(session, model):
-        await client(session).chat.completions.create(model=NAME, messages=ASK, **fields)
+        await openai_client(session).chat.completions.create(model=NAME, messages=ASK, **fields)
 
     session, _ = gateway.play(agent)
     assert "overruled" not in session.notes.counts
@@ -200,7 +197,7 @@ def test_fields_that_ask_for_nothing_are_taken(gateway: Bench, fields: dict) -> 
 
 def test_tools_are_not_shown_with_tool_choice_none(gateway: Bench) -> None:
     async def agent(session, model):
-        answer = await client(session).chat.completions.create(
+        answer = await openai_client(session).chat.completions.create(
             model=NAME, messages=ASK, tools=TOOLS, tool_choice="none"
         )
         assert answer.choices[0].message.content == CALL
@@ -211,7 +208,7 @@ def test_tools_are_not_shown_with_tool_choice_none(gateway: Bench) -> None:
 
 def test_own_sampling_parameters_are_counted_and_ignored(gateway: Bench) -> None:
     async def agent(session, model):
-        await client(session).chat.completions.create(model=NAME, messages=ASK, temperature=0.1, top_p=0.5)
+        await openai_client(session).chat.completions.create(model=NAME, messages=ASK, temperature=0.1, top_p=0.5)
 
     session, _ = gateway.play(agent)
     assert session.notes.counts["overruled"] == 1
@@ -220,7 +217,7 @@ def test_own_sampling_parameters_are_counted_and_ignored(gateway: Bench) -> None
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_an_answer_has_no_more_tokens_than_asked_for(gateway: Bench, name: str) -> None:
     async def agent(session, model):
-        answer = await client(session).chat.completions.create(model=NAME, messages=ASK, **{name: 4})
+        answer = await openai_client(session).chat.completions.create(model=NAME, messages=ASK, **{name: 4})
         assert answer.choices[0].finish_reason == "length"
         assert answer.choices[0].message.content == "hell"
 
@@ -230,7 +227,7 @@ def test_an_answer_has_no_more_tokens_than_asked_for(gateway: Bench, name: str) 
 
 def test_a_limit_of_turns_is_told_to_the_controller_at_once(gateway: Bench) -> None:
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         await chat.create(model=NAME, messages=ASK)
         error = await refused(chat.create(model=NAME, messages=ASK), openai.PermissionDeniedError)
         assert error.code == "max_turns"
@@ -244,7 +241,7 @@ def test_a_refusal_of_the_controller_reaches_the_client(gateway: Bench) -> None:
     from megatron_dapo.agents.turns import TurnRefused
 
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         error = await refused(chat.create(model=NAME, messages=ASK), openai.PermissionDeniedError)
         assert error.code == "deadline"
 
@@ -253,7 +250,7 @@ def test_a_refusal_of_the_controller_reaches_the_client(gateway: Bench) -> None:
 
 def test_the_model_is_listed(gateway: Bench) -> None:
     async def agent(session, model):
-        listed = await client(session).models.list()
+        listed = await openai_client(session).models.list()
         assert [model.id for model in listed.data] == [NAME]
 
     gateway.play(agent)
@@ -261,7 +258,7 @@ def test_the_model_is_listed(gateway: Bench) -> None:
 
 def test_the_responses_api_does_not_exist(gateway: Bench) -> None:
     async def agent(session, model):
-        error = await refused(client(session).responses.create(model=NAME, input="x"), openai.NotFoundError)
+        error = await refused(openai_client(session).responses.create(model=NAME, input="x"), openai.NotFoundError)
         assert error.code == "not_found"
 
     gateway.play(agent)
@@ -269,9 +266,9 @@ def test_the_responses_api_does_not_exist(gateway: Bench) -> None:
 
 def test_a_retry_joins_its_request_and_the_same_body_alone_does_not(gateway: Bench) -> None:
     async def agent(session, model):
-        impatient = client(session, timeout=0.1, max_retries=0).chat.completions
+        impatient = openai_client(session, timeout=0.1, max_retries=0).chat.completions
         await refused(impatient.create(model=NAME, messages=ASK), openai.APITimeoutError)
-        patient = client(session).chat.completions
+        patient = openai_client(session).chat.completions
         again = asyncio.ensure_future(
             patient.create(model=NAME, messages=ASK, extra_headers={"x-stainless-retry-count": "1"})
         )
@@ -294,7 +291,7 @@ def test_a_retry_joins_its_request_and_the_same_body_alone_does_not(gateway: Ben
 
 def test_a_request_without_its_client_is_cancelled(gateway: Bench) -> None:
     async def agent(session, model):
-        impatient = client(session, timeout=0.1, max_retries=0).chat.completions
+        impatient = openai_client(session, timeout=0.1, max_retries=0).chat.completions
         await refused(impatient.create(model=NAME, messages=ASK), openai.APITimeoutError)
         await model.cancelled.wait()
 
@@ -304,7 +301,7 @@ def test_a_request_without_its_client_is_cancelled(gateway: Bench) -> None:
 
 def test_requests_under_way_end_with_the_session(gateway: Bench) -> None:
     async def agent(session, model):
-        chat = client(session).chat.completions
+        chat = openai_client(session).chat.completions
         asking = asyncio.ensure_future(refused(chat.create(model=NAME, messages=ASK), openai.PermissionDeniedError))
         while not model.turns:
             await asyncio.sleep(0)
@@ -334,7 +331,7 @@ def test_turns_in_tokens(gateway: Bench) -> None:
 def test_a_reward_is_posted_with_its_own_key(gateway: Bench) -> None:
     async def agent(session, model):
         endpoint = session.endpoint
-        async with httpx.AsyncClient() as http:
+        async with plain_http() as http:
             for key, status in ((endpoint.key, 401), (endpoint.reward_key, 200)):
                 headers = {"Authorization": f"Bearer {key}"}
                 answer = await http.post(endpoint.reward_url, json={"reward": 0.5, "correct": True}, headers=headers)

@@ -14,7 +14,7 @@ import httpx
 import pydantic
 import pytest
 
-from tests.agent_gateway import CALL, END, LIMITS, NAME, Bench, bench
+from tests.agent_gateway import CALL, END, LIMITS, NAME, Bench, bench, plain_http
 
 pytestmark = pytest.mark.unit
 ASK = {"role": "user", "content": "ask"}
@@ -45,7 +45,7 @@ def protocol() -> Iterator[ModuleType]:
 
 
 async def post(session: Any, fields: dict, route: str = "messages") -> httpx.Response:
-    async with httpx.AsyncClient() as http:
+    async with plain_http() as http:
         asked = {"model": NAME, "max_tokens": 500, "messages": [ASK]} | fields
         headers = {"X-Api-Key": session.endpoint.key, "anthropic-version": "2023-06-01"}
         url = session.endpoint.anthropic_url.partition("/t/")[0]  # the key is in the header alone
