@@ -1,10 +1,9 @@
-"""Questions and answers between two processes, in JSON frames over a socket, both ways at once."""
+"""Questions and answers between two processes, in JSON lines over a socket, both ways at once."""
 
 import asyncio
 import itertools
 import logging
 import socket
-import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -13,8 +12,7 @@ import orjson
 
 from megatron_dapo.agents.turns import TurnRefused
 
-_LENGTH = struct.Struct(">I")
-_MAX_FRAME_BYTES = 256 << 20  # far above a long branch's tokens; a larger one is no frame of ours
+_MAX_LINE_BYTES = 256 << 20  # far above a long branch's tokens; a longer one is none of ours
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +26,8 @@ class Channel:
     reaches the asker, any other error is logged and reaches it as RuntimeError."""
 
     def __init__(self, side: socket.socket, answer: Callable[[str, dict], Awaitable[Any]]) -> None:
-        self._socket = side
+        self._side = side
         self._answer = answer
-        self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future] = {}
@@ -43,19 +40,18 @@ class Channel:
 
     async def connect(self) -> None:
         """Be ready to ask; answers need `serve`."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._side, limit=_MAX_LINE_BYTES)
 
     async def serve(self) -> None:
         """Answer questions until the other side has ended; then cancel the answers under way, and
-        let all own questions raise ChannelClosed. Cancelled: the same."""
-        reader, writer = self._reader, self._writer
-        assert reader is not None and writer is not None, "connect() comes first"
+        let all own questions raise ChannelClosed."""
+        assert self._writer is not None, "connect() comes first"
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError):
-                while True:
-                    self._take(await self._frame(reader))
+            with suppress(ConnectionError, ValueError):
+                while line := await self._reader.readline():
+                    self._take(orjson.loads(line))
         finally:
-            self._writer = None
+            writer, self._writer = self._writer, None
             writer.close()
             for task in self._answering.values():
                 task.cancel()
@@ -80,48 +76,40 @@ class Channel:
         finally:
             del self._asked[number]
 
-    def _take(self, frame: dict) -> None:
-        if "ask" in frame:
-            task = asyncio.create_task(self._reply(frame))
-            self._answering[frame["ask"]] = task
-            task.add_done_callback(lambda _: self._answering.pop(frame["ask"]))
-        elif "cancel" in frame:
-            if answering := self._answering.get(frame["cancel"]):
+    def _take(self, message: dict) -> None:
+        if (number := message.get("ask")) is not None:
+            self._answering[number] = task = asyncio.create_task(self._reply(message))
+            task.add_done_callback(lambda _: self._answering.pop(number))
+        elif "cancel" in message:
+            if answering := self._answering.get(message["cancel"]):
                 answering.cancel()
-        elif (asked := self._asked.get(frame["answer"])) and not asked.done():  # else it was cancelled
-            if "refused" in frame:
-                asked.set_exception(TurnRefused(*frame["refused"]))
-            elif "failed" in frame:
-                asked.set_exception(RuntimeError(frame["failed"]))
+        elif (asked := self._asked.get(message["answer"])) and not asked.done():  # else it was cancelled
+            if "refused" in message:
+                asked.set_exception(TurnRefused(*message["refused"]))
+            elif "failed" in message:
+                asked.set_exception(RuntimeError(message["failed"]))
             else:
-                asked.set_result(frame["value"])
+                asked.set_result(message["value"])
 
-    async def _reply(self, frame: dict) -> None:
+    async def _reply(self, question: dict) -> None:
         reply: dict[str, Any]
         try:
-            reply = {"value": await self._answer(frame["name"], frame["fields"])}
+            reply = {"value": await self._answer(question["name"], question["fields"])}
         except TurnRefused as refused:
             reply = {"refused": [refused.status, refused.code, str(refused)]}
         except Exception as error:
-            log.exception("the answer to %r failed", frame["name"])
+            log.exception("the answer to %r failed", question["name"])
             reply = {"failed": f"{type(error).__name__}: {error}"[:500]}
         with suppress(ChannelClosed):
-            self._send({"answer": frame["ask"], **reply})
+            self._send({"answer": question["ask"], **reply})
 
-    def _send(self, frame: dict) -> None:
+    def _send(self, message: dict) -> None:
         """Write without a wait: each side has as many questions under way as it can bear."""
         if self._writer is None or self._writer.is_closing():
             raise ChannelClosed
-        body = orjson.dumps(frame, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY)
-        self._writer.write(_LENGTH.pack(len(body)) + body)
-
-    async def _frame(self, reader: asyncio.StreamReader) -> dict:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > _MAX_FRAME_BYTES:
-            raise ConnectionError(f"a frame of {length} bytes")
-        return orjson.loads(await reader.readexactly(length))
+        self._writer.write(orjson.dumps(message, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that orjson does not know: an array that is not contiguous, a set."""
+    """Return a value that orjson does not know: an array that is not contiguous, or a set."""
     return value.tolist() if hasattr(value, "tolist") else list(value)

@@ -22,7 +22,7 @@ from megatron_dapo.agents import chat_dialect, messages_dialect, token_dialect
 from megatron_dapo.agents.channel import Channel
 from megatron_dapo.agents.gateway_session import GatewayParts, GatewaySession
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import ModelRequest, Reply, is_overruled
+from megatron_dapo.agents.model_requests import ModelRequest, Reply, check_model, is_overruled
 from megatron_dapo.agents.parsing import load_parser
 from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.agents.turns import Limits, TurnRefused
@@ -136,8 +136,9 @@ class Gateway:
         session = None
         try:
             session = self._session(key, route == "reward")
-            if request.method == "GET" and route.partition("/")[0] == "models":
-                return _json(200, self._models())
+            kind, _, wanted = route.partition("/")
+            if request.method == "GET" and kind == "models":
+                return _json(200, self._models(wanted))
             if request.method != "POST" or route not in _ROUTES:
                 raise TurnRefused(404, "not_found", f"There is no {request.method} /{route[:100]} here.")
             async with session.slot():
@@ -156,11 +157,14 @@ class Gateway:
             raise TurnRefused(401, "invalid_api_key", "This key is unknown here.")
         return session
 
-    def _models(self) -> dict[str, Any]:
-        """Return the list of the model, as both APIs have it."""
+    def _models(self, wanted: str) -> dict[str, Any]:
+        """Return the wanted model, or for "" the list of it, as both APIs have it."""
         name = self._settings.model_name
         model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron_dapo"}
         model |= {"type": "model", "display_name": name}
+        if wanted:
+            check_model(wanted, name)
+            return model
         return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
 
     async def _answer(

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_dapo.agents.channel import Channel
 from megatron_dapo.agents.conversation import Conversations, TurnPlace
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import BadRequest, Choice, ModelRequest, Reply
+from megatron_dapo.agents.model_requests import Choice, ModelRequest, Reply, check_model
 from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.agents.parsing import Parser, parsed
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
@@ -171,7 +171,7 @@ class GatewaySession:
 
     def num_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens that the model would read. Raises TurnRefused."""
-        self._check_model(request)
+        check_model(request.model, self._parts.settings.model_name)
         return self._conversations.num_tokens(request.messages, request.tools)
 
     async def answer(self, request: ModelRequest) -> Reply:
@@ -188,7 +188,7 @@ class GatewaySession:
 
     async def _answer(self, request: ModelRequest) -> Reply:
         if request.ids is None:
-            self._check_model(request)
+            check_model(request.model, self._parts.settings.model_name)
             place = self._conversations.place(request.messages, request.tools, request.num_choices)
         else:
             place = self._conversations.place_tokens(request.ids)
@@ -209,12 +209,6 @@ class GatewaySession:
             num_prompt=place.num_prompt,
             num_cached=place.num_cached,
         )
-
-    def _check_model(self, request: ModelRequest) -> None:
-        name = self._parts.settings.model_name
-        if request.model != name:
-            words = f"The model {request.model[:100]!r} does not exist; here is {name!r}."
-            raise BadRequest("model", words, 404, "model_not_found")
 
     async def _shown(self, place: TurnPlace, request: ModelRequest, answer: Answer) -> Choice:
         """Add a node for an answer; return the answer as its client is shown it."""

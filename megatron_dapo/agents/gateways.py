@@ -163,25 +163,27 @@ class _Process:
 
     async def _start(self) -> None:
         our_side, its_side = socket.socketpair()
-        with its_side:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE),
-                stdin=its_side.fileno(),
-                env=worker_environment(os.environ, (), ""),
-                start_new_session=True,  # untouched by Ctrl-C
-            )
-        channel = self._channel = Channel(our_side, self._take)
-        await channel.connect()
-        self._serving = asyncio.create_task(self._serve(channel))
         try:
+            with its_side:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", _MODULE),
+                    stdin=its_side.fileno(),
+                    env=worker_environment(os.environ, (), ""),
+                    start_new_session=True,  # untouched by Ctrl-C
+                )
+            self._channel = Channel(our_side, self._take)
+            await self._channel.connect()
+            self._serving = asyncio.create_task(self._serve(self._channel))
             async with asyncio.timeout(_START_S):
-                started = await channel.ask("start", self.settings)
-        except (ChannelClosed, TimeoutError, RuntimeError) as error:
+                started = await self._channel.ask("start", self.settings)
+            if "user_error" in started:
+                raise UserError(started["user_error"])
+        except BaseException as error:  # cancelled, too: nobody may take it for ready
             await self.close()
-            raise WorkerLost(f"a gateway did not start within {_START_S:g} s: {error!r}") from None
-        if "user_error" in started:
-            await self.close()
-            raise UserError(started["user_error"])
+            our_side.close()
+            if isinstance(error, (ChannelClosed, RuntimeError, OSError)):
+                raise WorkerLost(f"a gateway did not start within {_START_S:g} s: {error!r}") from error
+            raise
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         self.url = (self.settings.public_url or "").rstrip("/") or f"http://{host}:{started['port']}"
 

@@ -108,6 +108,13 @@ def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[s
         raise BadRequest(str(first["loc"][0]), f"{place}: {first['msg']}"[:500]) from None
 
 
+def check_model(wanted: str, name: str) -> None:
+    """Raise BadRequest for another model than ours."""
+    if wanted != name:
+        words = f"The model {wanted[:100]!r} does not exist; here is {name!r}."
+        raise BadRequest("model", words, 404, "model_not_found")
+
+
 def answerable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages that a model can answer. Raises BadRequest."""
     if not messages or messages[-1]["role"] == "assistant":

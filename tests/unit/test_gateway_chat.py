@@ -252,6 +252,9 @@ def test_the_model_is_listed(gateway: Bench) -> None:
     async def agent(session, model):
         listed = await openai_client(session).models.list()
         assert [model.id for model in listed.data] == [NAME]
+        assert (await openai_client(session).models.retrieve(NAME)).id == NAME
+        error = await refused(openai_client(session).models.retrieve("other"), openai.NotFoundError)
+        assert error.code == "model_not_found"
 
     gateway.play(agent)
 
