@@ -119,7 +119,7 @@ class ScriptedModel:
             thoughts, _, rest = text.removeprefix("<think>").rpartition("</think>")
             return {"reasoning_text": thoughts, "text": rest}
         texts = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
-        calls = [json.loads(call) for call in texts]
+        calls = [json.loads(call) for call in texts]  # ValueError, as for a server's error
         return {
             "normal_text": text.partition("<tool_call>")[0],
             "calls": [

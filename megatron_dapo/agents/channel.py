@@ -97,6 +97,8 @@ class Channel:
             reply = {"value": await self._answer(question["name"], question["fields"])}
         except TurnRefused as refused:
             reply = {"refused": [refused.status, refused.code, str(refused)]}
+        except asyncio.CancelledError:  # also by its own work
+            reply = {"failed": "cancelled"}
         except Exception as error:
             log.exception("the answer to %r failed", question["name"])
             reply = {"failed": f"{type(error).__name__}: {error}"[:500]}

@@ -238,5 +238,5 @@ class GatewaySession:
     async def _parse(self, route: str, fields: dict[str, Any]) -> Any:
         try:
             return await self._channel.ask("parse", {"session": self._number, "route": route, "fields": fields})
-        except RuntimeError as error:  # the server refuses this text
+        except TurnRefused as error:
             raise ValueError(str(error)) from error

@@ -23,7 +23,7 @@ from megatron_dapo.agents.channel import Channel, ChannelClosed
 from megatron_dapo.agents.endpoint import Endpoint
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.parsing import Parse
-from megatron_dapo.agents.turns import AnswerTurn, Limits, SessionNotes, Turn
+from megatron_dapo.agents.turns import AnswerTurn, Limits, SessionNotes, Turn, TurnRefused
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.token_arrays import TOKEN
 from megatron_dapo.rewards.worker_environment import worker_environment
@@ -57,7 +57,7 @@ class GatewaySettings:
     reasoning_parser: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = True
-    end_timeout_s: float = 60.0
+    answer_timeout_s: float = 60.0
     """For a gateway's own answers to the controller; then it is lost."""
     retry_wait_s: float = 5.0
     """A request goes on for so long without a client."""
@@ -106,7 +106,10 @@ class Session:
             turn |= {"suffix": np.array(turn["suffix"], TOKEN), "stop": tuple(turn["stop"])}
             return await self._answer(Turn(**turn))
         if name == "parse":
-            return await self._parse(fields["route"], fields["fields"])
+            try:
+                return await self._parse(fields["route"], fields["fields"])
+            except ValueError as error:  # ill-formed, and no fault of ours
+                raise TurnRefused(400, "ill_formed", str(error)) from error
         if name == "posted":
             self.posted = Outcome(**fields["outcome"])
         elif not self.limit.done():
@@ -139,7 +142,7 @@ class _Process:
         """Return the gateway's answer. Raises GatewayLost, also for one that does not answer."""
         try:
             assert self._channel is not None, "ensure() comes first"
-            async with asyncio.timeout(self.settings.end_timeout_s):
+            async with asyncio.timeout(self.settings.answer_timeout_s):
                 return await self._channel.ask(name, fields)
         except (ChannelClosed, RuntimeError) as error:
             raise GatewayLost(f"the gateway at {self.url} has ended: {error}") from error

@@ -63,7 +63,7 @@ def test_a_killed_gateway_costs_its_sessions_and_comes_back_at_its_port(tmp_path
 
 
 def test_a_gateway_that_hangs_is_killed(tmp_path: Path) -> None:
-    with bench(tmp_path / "m", end_timeout_s=0.3) as gateway:
+    with bench(tmp_path / "m", answer_timeout_s=0.5) as gateway:
 
         async def hang() -> None:
             model = ScriptedModel(gateway.folder)

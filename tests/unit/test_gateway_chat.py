@@ -206,6 +206,18 @@ def test_tools_are_not_shown_with_tool_choice_none(gateway: Bench) -> None:
     assert "parameters" not in model.text(model.turns[0])
 
 
+def test_a_call_that_no_parser_understands_stays_text(gateway: Bench) -> None:
+    text = "<tool_call>\n{no json\n</tool_call>"
+
+    async def agent(session, model):
+        answer = await openai_client(session).chat.completions.create(model=NAME, messages=ASK, tools=TOOLS)
+        assert answer.choices[0].message.content == text
+        assert answer.choices[0].finish_reason == "stop"
+
+    session, _ = gateway.play(agent, f"{text}{END}")
+    assert session.notes.counts["ill_formed"] == 1
+
+
 def test_own_sampling_parameters_are_counted_and_ignored(gateway: Bench) -> None:
     async def agent(session, model):
         await openai_client(session).chat.completions.create(model=NAME, messages=ASK, temperature=0.1, top_p=0.5)
