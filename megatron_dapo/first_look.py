@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.checkpointing.resume import likely_start
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import has_reference_for_own_loss, uses_servers
+from megatron_dapo.config.derived import has_reference_for_own_loss, may_give_own_reward, uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
@@ -63,11 +64,15 @@ def _prompts(config: Config, tokenizer: Tokenizer) -> None:
     datasets: list[PromptDataset] = [load_train_prompts(config, tokenizer, NUM_ROWS)]
     if config.data.val_files:
         datasets.append(load_dataset(config.data.val_files, config, tokenizer, max_rows=NUM_ROWS))
-    if not config.actor_rollout_ref.rollout.multi_turn.enable:
-        prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
-        reward = config.reward
-        check_reward(reward.function, reward.kwargs, sorted({prompt.data_source for prompt in prompts}))
-        check_ground_truths(reward.function, prompts)
+    agent = config.actor_rollout_ref.rollout.agent
+    is_appended_to = agent.enable and agent.history == "tokens" and config.data.apply_chat_template
+    if is_appended_to and (fault := template_fault(tokenizer, agent.template_kwargs)):
+        raise UserError(fault)
+    prompts = [prompt for dataset in datasets for prompt in dataset.prompts]
+    reward = config.reward
+    check_reward(reward.function, reward.kwargs, sorted({prompt.data_source for prompt in prompts}))
+    check_ground_truths(reward.function, prompts)
+    if not may_give_own_reward(config):
         sources = sorted({prompt.data_source for prompt in datasets[0].prompts})
         check_estimator(config.algorithm.adv_estimator, reward.function, sources)
 

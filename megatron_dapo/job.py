@@ -140,7 +140,7 @@ class Job:
         with self.telemetry.phase("advantages"):
             shard, metrics = estimate_advantages(shard, self.kl_controller, self.config, self.layout)
         with self.telemetry.phase("distribute"):
-            self._token_dumps.write(step, self._groups, shard.mini_batches)
+            self._token_dumps.write(step, self._groups, shard)
         return shard, metrics
 
     def update_critic(self, shard: StepShard) -> dict[str, float]:
@@ -179,7 +179,8 @@ class Job:
         with self._saved_if_lost(step - 1):
             shares = self.policy.mismatch_by_sample(shard.mini_batches, weight_version=step - 1)
             agreement = self.layout.agreement
-            servers_of = [sample.servers for group in self._groups or () for sample in group.samples]
+            samples = (sample for group in self._groups or () for sample in group.samples)
+            servers_of = [sample.servers for sample in samples for _ in sample.branches]
             raise ForeignSamples(agreement.leader("rollout", foreign_samples, step, mean, limit, shares, servers_of))
 
     def push_weights(self, version: int) -> dict[str, float]:

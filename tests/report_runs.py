@@ -4,11 +4,15 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from megatron_dapo.common.files import write_whole
+from megatron_dapo.data.samples import Branch, Group, Prompt, Sample
 from megatron_dapo.data.token_dump import TokenDump
+from megatron_dapo.rollout.answer_records import group_record, with_texts
 from megatron_dapo.storage.run_folder import RunFolder
 
 START = 1.7e9
@@ -124,6 +128,45 @@ def write_step(
     write_whole(run.rollout(step), "".join(json.dumps(group) + "\n" for group in groups))
     if with_tokens:
         TokenDump.of_responses(responses, texts).write(run.rollout_tokens(step))
+
+
+TOOL = "[result 7]" * 60  # one token, and long
+_AGENT_WORDS = {0: "ask", 1: "go", 2: "done", 3: TOOL, 4: " sum", 5: "42"}
+
+
+def write_branches(run: RunFolder, step: int) -> Sample:
+    """Write a step with one group of two trajectories of an agent, and return the first one: three
+    branches, with a tool's answer of 101 tokens in the second, which begins by reading the first.
+    """
+    verdict = dict(finish_reason="stop", raw_reward=1.0, correct=True, reward=1.0, is_truncated=False, num_turns=4)
+    parts = [_branch([0], [1, 2], [1, 1]), _branch([0], [1, 2, *[3] * 101, 5], [0] * 103 + [1]), _branch([4], [2], [1])]
+    first = Sample(uid="u", **parts[0], **verdict, others=tuple(Branch(**part) for part in parts[1:]))
+    second = Sample(uid="u", **_branch([0], [5], [1]), **verdict | {"reward": -1.0, "correct": False})
+    group = Group("u", Prompt(0, "k", (0,), "ask", "agents", "42"), (first, second))
+    tokenizer: Any = SimpleNamespace(decode=lambda tokens, **_: "".join(_AGENT_WORDS[int(token)] for token in tokens))
+    (shown,) = with_texts((group,), 1, tokenizer)
+    write_whole(run.rollout(step), json.dumps(group_record(step, shown, tokenizer)) + "\n")
+    known = []
+    for number, row in enumerate((*first.branches, second)):
+        counted = row.loss_mask != 0
+        values = {
+            "advantages": np.where(counted, 0.25 * (number + 1), np.nan),
+            "log_prob_diffs": -row.rollout_log_probs,
+        }
+        fields = ("loss_mask", "weight_versions", "rollout_log_probs")
+        known.append({"tokens": row.response_tokens, **{name: getattr(row, name) for name in fields}, **values})
+    TokenDump.of_responses(known, _AGENT_WORDS).write(run.rollout_tokens(step))
+    return first
+
+
+def _branch(prompt: list[int], response: list[int], mask: list[int]) -> dict:
+    return dict(
+        prompt_tokens=prompt,
+        response_tokens=response,
+        rollout_log_probs=[-0.5 * counted for counted in mask],
+        loss_mask=mask,
+        weight_versions=[3] * len(mask),
+    )
 
 
 def write_validation(run: RunFolder, step: int, num_right: list[int], n: int = 4, text: str = "so 4") -> None:

@@ -2,11 +2,12 @@
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
 from megatron_dapo.data.routed_experts import RouterShape
-from megatron_dapo.data.samples import Group, Prompt, Sample
+from megatron_dapo.data.samples import Branch, Group, Prompt, Sample
 
 
 def synthetic_groups(
@@ -56,6 +57,35 @@ def with_experts(groups: list[Group], shape: RouterShape, seed: int = 0) -> list
         return replace(sample, routed_experts=experts.flatten().astype(shape.dtype))
 
     return [replace(group, samples=tuple(map(changed, group.samples))) for group in groups]
+
+
+def with_branches(groups: list[Group], seed: int = 0) -> list[Group]:
+    """The same tokens in one to four branches per trajectory, each counted once behind the same
+    prefix.
+
+    Some branches begin where the one before ends; some read its tokens again, uncounted.
+    """
+    rng = random.Random(seed)
+    return [replace(group, samples=tuple(_cut(sample, rng) for sample in group.samples)) for group in groups]
+
+
+def _cut(sample: Sample, rng: random.Random) -> Sample:
+    length, num_prompt = len(sample.response_tokens), len(sample.prompt_tokens)
+    cuts = sorted(rng.sample(range(1, length), min(rng.randrange(4), length - 1)))
+    per_token = len(sample.routed_experts) // (num_prompt + length - 1)
+    parts = []
+    for begin, end in pairwise([0, *cuts, length]):
+        start = rng.randrange(begin + 1)  # of the branch's response
+        mask = sample.loss_mask[start:end].copy()
+        mask[: begin - start] = 0
+        part = {
+            name: getattr(sample, name)[start:end]
+            for name in ("response_tokens", "rollout_log_probs", "weight_versions")
+        }
+        prompt = np.concatenate([sample.prompt_tokens, sample.response_tokens[:start]])
+        experts = sample.routed_experts[: (num_prompt + end - 1) * per_token]
+        parts.append(dict(**part, prompt_tokens=prompt, loss_mask=mask, routed_experts=experts))
+    return replace(sample, **parts[0], others=tuple(Branch(**part) for part in parts[1:]))
 
 
 def _sample(rng: random.Random, uid: str, prompt: tuple[int, ...], vocab_size: int, max_response: int) -> Sample:

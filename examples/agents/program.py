@@ -20,7 +20,6 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dapo.agents.endpoint import Endpoint
-
 from megatron_dapo.agents.interface import AgentTask, Outcome
 
 MAX_LINE_BYTES = 1 << 20

@@ -246,8 +246,11 @@ class Preflight:
         if nodes.index == 0 and not files.problem:
             self._add("disk", machine.disk(config, RunFolder.of(config.trainer).path))
         self._add("scratch", machine.scratch())
-        if nodes.index == 0 and machine.runs_programs(config):
+        keys = config.actor_rollout_ref.rollout.agent
+        if nodes.index == 0 and (keys.sandbox or machine.runs_programs(config)):
             self._add("sandbox", machine.sandbox(config))
+        if nodes.index == 0 and keys.enable:
+            self._add("gateways", machine.gateways(config))
         self._add("limits", machine.limits(config, self._uses_gpus))
         servers = servers_per_node(config) + arguments.reward_model if serves else 0
         numbers = list(machine.all_ports(arguments.http_port, servers, arguments.ports))

@@ -19,6 +19,7 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.built_ins import BY_DATA_SOURCE
 from megatron_dapo.config.derived import uses_critic
+from megatron_dapo.config.key_names import AGENT
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_files import read_rows
 from megatron_dapo.estimates.memory import MAIN_PARAMETER, dtype_bytes, moment_bytes, num_all_parameters
@@ -163,12 +164,22 @@ def runs_programs(config: Config) -> bool:
 
 
 def sandbox(config: Config) -> Result:
-    """Check that the programs of a model can be locked in."""
+    """Check that the programs of a model, or agents, can be locked in."""
     try:
         return Result(find_way().name)
     except UserError as error:
-        allowed = config.reward.allow_unsandboxed
+        allowed = config.reward.allow_unsandboxed and not config.actor_rollout_ref.rollout.agent.sandbox
         return Result("none, as reward.allow_unsandboxed says", None if allowed else error.sentences[0])
+
+
+def gateways(config: Config) -> Result:
+    """Check that the agents' gateways can listen at their host, on their ports."""
+    keys = config.actor_rollout_ref.rollout.agent
+    if keys.port:
+        return ports(keys.host, range(keys.port, keys.port + keys.num_gateways))
+    fault = ports(keys.host, [0]).problem
+    cure = f"cannot listen on {keys.host}; set {AGENT}.host to an address of this node, or 0.0.0.0."
+    return Result("chosen at start", cure if fault else None)
 
 
 # ------------------------------------------------------------------------------------ shared folder

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Annotated
+
+from annotated_types import MaxLen
+from pydantic import FiniteFloat
 
 from megatron_dapo.data.chat_messages import Messages
 
@@ -26,15 +30,15 @@ class AgentTask:
 class Outcome:
     """An agent's end of a trajectory."""
 
-    reward: float | None = None
+    reward: FiniteFloat | None = None
     """None: `reward.function` scores the text of the last branch."""
     correct: bool | None = None
     """Needs a reward; None: whether the reward is above 0."""
-    error: str | None = None
+    error: Annotated[str, MaxLen(1000)] | None = None
     """The reason of a failure of the agent itself; the trajectory still counts."""
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Annotated[dict[Annotated[str, MaxLen(64)], FiniteFloat], MaxLen(64)] = field(default_factory=dict)
     """Means over the step's trajectories are logged as agent/NAME."""
-    answer: str | None = None
+    answer: Annotated[str, MaxLen(1 << 20)] | None = None
     """Text that `reward.function` scores in place of the last branch's: a patch, a file."""
 
     def __post_init__(self) -> None:

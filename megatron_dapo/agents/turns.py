@@ -63,6 +63,8 @@ class SessionNotes:
     """Nodes whose answers a client has read to the end."""
     counts: dict[str, int] = field(default_factory=dict)
     """By the names of `COUNTS`."""
+    refusal: str | None = None
+    """Code of the `TurnRefused` that answered the last request; None if that got an answer."""
 
 
 COUNTS = {

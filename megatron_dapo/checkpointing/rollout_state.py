@@ -51,10 +51,11 @@ def num_tokens_under_way(state: dict[str, Any]) -> int:
     """Return the number of response tokens in unfinished groups; 0 in a replay."""
     draws = (state.get("queue") or {}).get("open", ())
     finished = sum(
-        len(sample["response_tokens"])
+        len(branch["response_tokens"])
         for draw in draws
         for sample in draw.get("samples", ())  # none if the group is finished
         if not sample["exp_mask"]
+        for branch in (sample, *sample.get("others", ()))
     )
     return finished + sum(len(partial["tokens"]) for draw in draws for partial in draw.get("partials", ()))
 

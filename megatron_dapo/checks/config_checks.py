@@ -3,8 +3,8 @@
 import importlib.util
 import re
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
+from megatron_dapo.checks.agent_checks import agent, training_with_agent
 from megatron_dapo.checks.algorithm_checks import ALGORITHM_CHECKS
 from megatron_dapo.checks.colocated_checks import COLOCATED_CHECKS
 from megatron_dapo.checks.correction_checks import CORRECTION_CHECKS
@@ -14,9 +14,9 @@ from megatron_dapo.checks.lora_checks import LORA_CHECKS
 from megatron_dapo.checks.megatron_checks import MEGATRON_CHECKS
 from megatron_dapo.checks.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
-from megatron_dapo.config.derived import is_server_url, longest_sample, world_size
-from megatron_dapo.config.key_names import ACTOR, ROLLOUT
-from megatron_dapo.config.keys import known_keys
+from megatron_dapo.config.derived import is_base_url, is_server_url, longest_sample, world_size
+from megatron_dapo.config.key_names import ACTOR, AGENT, MULTI_TURN, ROLLOUT
+from megatron_dapo.config.keys import known_keys, value_of
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import JUDGE_VALUES
@@ -233,7 +233,9 @@ def _scorers(config: Config) -> Iterator[str]:
 
 
 def _scorers_of_turns(config: Config) -> Iterator[str]:
-    if not config.actor_rollout_ref.rollout.multi_turn.enable:
+    givers = {AGENT: "agent", MULTI_TURN: "environment"}
+    section = next((section for section in givers if value_of(config, f"{section}.enable")), None)
+    if section is None:
         return
     if config.reward.model.path:
         key = "reward.model.path"
@@ -242,8 +244,7 @@ def _scorers_of_turns(config: Config) -> Iterator[str]:
     else:
         return
     yield (
-        f"{key} is given, but with actor_rollout_ref.rollout.multi_turn.enable the environment gives the reward; "
-        f"leave one of the two out."
+        f"{key} is given, but with {section}.enable the {givers[section]} gives the reward; leave one of the two out."
     )
 
 
@@ -258,7 +259,7 @@ _PLACEHOLDER = re.compile(r"(?<![\w}])\{([A-Za-z_]\w*)\}")  # not \boxed{answer}
 
 def _judge_url(config: Config) -> Iterator[str]:
     url = config.reward.judge.url
-    if url and not _is_base_url(url):
+    if url and not is_base_url(url):
         yield (
             f"reward.judge.url is {url!r}, but must be of the form http://host:port/v1, without a password or "
             f"anything behind a question mark; a key comes by reward.judge.api_key_env or api_key_file."
@@ -307,16 +308,6 @@ def _judge_key(config: Config) -> Iterator[str]:
         yield "reward.judge.api_key_env and reward.judge.api_key_file are both given; leave one of them out."
 
 
-def _is_base_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        _ = parts.port  # raises for a port without a number
-    except ValueError:
-        return False
-    is_plain = not (parts.query or parts.fragment) and "@" not in parts.netloc
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
-
-
 # of every run, of reinforcement learning or fine-tuning
 SHARED_CHECKS = (
     *MEGATRON_CHECKS,
@@ -356,6 +347,8 @@ CHECKS = (
     *ALGORITHM_CHECKS,
     *CORRECTION_CHECKS,
     *ROLLOUT_CHECKS,
+    agent,
+    training_with_agent,
     *COLOCATED_CHECKS,
     *FP8_SERVER_CHECKS,
     mixture,

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_dapo.checks.agent_checks import agent, agent_on_machine
 from megatron_dapo.checks.colocated_checks import SHARED_GPU_CHECKS
 from megatron_dapo.checks.config_checks import REWARD_CHECKS, prompt_template
 from megatron_dapo.checks.known_mistakes import known_mistakes
@@ -283,7 +284,7 @@ def _own_environment(config: Config) -> Iterator[str]:
 
 def _code_of_rollout(config: Config) -> Iterator[str]:
     if uses_servers(config):
-        yield from known_mistakes((_own_reward, _own_environment), config)
+        yield from known_mistakes((_own_reward, _own_environment, agent_on_machine), config)
 
 
 def _not_there(key: str, path: str | None) -> Iterator[str]:
@@ -321,4 +322,6 @@ EVALUATION_CHECKS = (
     own_host,
     _own_reward,
     _own_environment,
+    agent,
+    agent_on_machine,
 )

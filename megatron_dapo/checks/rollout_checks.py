@@ -9,8 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
-from megatron_dapo.config.derived import is_server_url, server_expert_parts, server_option, starts_servers
-from megatron_dapo.config.key_names import MULTI_TURN, ROLLOUT
+from megatron_dapo.config.derived import (
+    is_server_url,
+    may_give_own_reward,
+    server_expert_parts,
+    server_option,
+    starts_servers,
+)
+from megatron_dapo.config.key_names import AGENT, MULTI_TURN, ROLLOUT
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.server_states import RATIO_OPTION, states_ratio
@@ -99,10 +105,10 @@ def deterministic(config: Config) -> Iterator[str]:
 
 
 def _environment_reward(config: Config) -> Iterator[str]:
-    if config.reward.function == "environment" and not config.actor_rollout_ref.rollout.multi_turn.enable:
+    if config.reward.function == "environment" and not may_give_own_reward(config):
         yield (
-            f"reward.function is environment, which leaves the reward to one, but {MULTI_TURN}.enable is false; "
-            f"set it to true, or name another reward.function."
+            f"reward.function is environment, which leaves the reward to one, or to an agent outside a sandbox, but "
+            f"there is neither; set {MULTI_TURN}.enable or {AGENT}.enable to true, or name another reward.function."
         )
 
 

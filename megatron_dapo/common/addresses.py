@@ -12,6 +12,11 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine's loopback by its usual name or address."""
+    return host in (LOOPBACK, "localhost", "::1")
+
+
 def local_address_towards(host: str, port: int = _ANY_PORT) -> str:
     """Return this machine's address on the interface that routes to `host`.
 

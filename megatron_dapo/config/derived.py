@@ -96,6 +96,13 @@ def shares_gpus(config: Config) -> bool:
     return config.actor_rollout_ref.hybrid_engine and uses_servers(config)
 
 
+def may_give_own_reward(config: Config) -> bool:
+    """Return whether a trajectory may bring its reward: its environment's, or that of an agent
+    outside a sandbox."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.multi_turn.enable or (rollout.agent.enable and not rollout.agent.sandbox)
+
+
 def starts_servers(config: Config) -> bool:
     """Return whether launch/ starts servers for the run: it uses some, and none are given.
 
@@ -120,6 +127,18 @@ def is_server_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname and parts.port) and is_plain
     except ValueError:  # a port in letters, an unclosed bracket
         return False
+
+
+def is_base_url(text: str) -> bool:
+    """Return whether a text is an HTTP URL to which a path can be added, without a user or a
+    password."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # raises for a port without a number
+    except ValueError:
+        return False
+    is_plain = not (parts.query or parts.fragment) and "@" not in parts.netloc
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and is_plain
 
 
 def servers_per_node(config: Config) -> int:

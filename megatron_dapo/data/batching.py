@@ -6,11 +6,11 @@ Pure and deterministic.
 import math
 import pkgutil
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapreplace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron_dapo.algorithms.estimators import GroupRewards
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
 from megatron_dapo.config.built_ins import ESTIMATORS
-from megatron_dapo.data.samples import Group, Sample
+from megatron_dapo.data.samples import Branch, Group, Sample
 from megatron_dapo.data.token_arrays import (
     EXPERT,
     LOG_PROB,
@@ -43,7 +43,7 @@ class TrainSample:
     0. `loss_mask[t] == 1`: the model wrote token t + 1, and it counts.
     """
 
-    sample_id: int  # place in the rollout step: the key of its results
+    sample_id: int  # place among the rollout step's rows: the key of its results
     uid: str  # the group's
     tokens: np.ndarray  # int32
     loss_mask: np.ndarray  # uint8, 0 or 1
@@ -54,6 +54,8 @@ class TrainSample:
     exp_mask: bool = False  # replayed: rollout_log_probs are of the policy that wrote it
     # of all tokens but the last, at their own places (data/routed_experts.py); empty if unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
+    num_elsewhere: int = 0  # counted tokens in its trajectory's other rows
+    stands_for_trajectory: bool = True  # in counts: the first of its rows with counted tokens
 
     @property
     def length(self) -> int:
@@ -62,15 +64,29 @@ class TrainSample:
 
 
 class SampleReward(NamedTuple):
-    """A sample's part in the estimate over its group."""
+    """A trajectory's part in the estimate over its group."""
 
     uid: str  # the group's
     reward: float  # after shaping
     correct: bool
-    num_tokens: int  # of the response, with an environment's
-    num_counted: int  # of them, the model's own
+    num_tokens: int  # of the response in its longest branch, with an environment's
+    num_counted: int  # the model's own, of all branches
     baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt
     keep: bool = True  # False: the group's advantages are 0 under every estimator
+    factors: tuple[float, ...] = (1.0,)  # of the advantage, by row
+
+    def by_row(self, first: int, advantage: float) -> dict[int, float]:
+        """Return sample_id -> advantage of its rows; first: the first one's sample_id."""
+        return {first + place: factor * advantage for place, factor in enumerate(self.factors)}
+
+
+Credit = Callable[[Sample], Sequence[float]]
+"""A trajectory -> factors of its branches' advantages (agents/credit.py)."""
+
+
+def even_credit(sample: Sample) -> tuple[float, ...]:
+    """Return 1 for every branch."""
+    return (1.0,) * len(sample.branches)
 
 
 @dataclass(frozen=True)
@@ -103,50 +119,63 @@ def assemble(
     estimator: str = "grpo",
     normalize_by_std: bool = True,
     filter_truncated: bool = False,
+    credit: Credit = even_credit,
 ) -> list[TrainSample]:
-    """Return the samples of all groups, in order, with advantages by `estimator` on shaped rewards.
+    """Return the rows of all groups, in order, with advantages by `estimator` on shaped rewards.
 
-    Advantages are estimated group by group. An estimator per token leaves advantages of 0 here: it
-    needs log-probs or values.
+    A sample has a row per branch; its sample_id is the first one's. Advantages are estimated group
+    by group, over samples, never rows, and multiplied by `credit`. An estimator per token leaves
+    advantages of 0 here: it needs log-probs or values.
 
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss. Their
     rewards still belong to the group's mean and deviation.
 
     Raises UserError for an infinite or NaN reward, for a negative one by whose mean the estimator
-    would divide, and for a missing reward of a greedy answer.
+    would divide, for a missing reward of a greedy answer, and for several branches with an
+    estimator per token.
     """
-    rewards = sample_rewards(groups)
+    rewards = sample_rewards(groups, credit)
     for earned in rewards.values():
         _check_reward(earned, estimator)
-    advantages = dict.fromkeys(rewards, 0.0)
-    if not ESTIMATORS[estimator].per_token:
-        advantages = group_estimates(rewards, estimator, normalize_by_std)
-    samples = (sample for group in groups for sample in group.samples)
-    return [_train_sample(index, each, advantages[index], filter_truncated) for index, each in enumerate(samples)]
+    is_per_token = ESTIMATORS[estimator].per_token
+    advantages = {} if is_per_token else group_estimates(rewards, estimator, normalize_by_std)
+    rows: list[TrainSample] = []
+    for sample in (sample for group in groups for sample in group.samples):
+        counts = [0 if filter_truncated and sample.is_truncated else _num_counted(each) for each in sample.branches]
+        for place, branch in enumerate(sample.branches):
+            rows.append(_train_sample(len(rows), sample, branch, advantages.get(len(rows), 0.0), counts, place))
+    return rows
 
 
-def sample_rewards(groups: Iterable[Group]) -> dict[int, SampleReward]:
-    """Return sample_id -> reward of all samples, in the order of `assemble`."""
+def sample_rewards(groups: Iterable[Group], credit: Credit = even_credit) -> dict[int, SampleReward]:
+    """Return the rewards of all samples by sample_id, that of the first row, in order."""
+    members = [(group, sample) for group in groups for sample in group.samples]
+    firsts = accumulate((len(sample.branches) for _, sample in members), initial=0)
     rewards = (
         SampleReward(
             uid=sample.uid,
             reward=sample.reward,
             correct=sample.correct,
-            num_tokens=len(sample.response_tokens),
-            num_counted=int(np.count_nonzero(sample.loss_mask)),
+            num_tokens=sample.num_response_tokens,
+            num_counted=sum(map(_num_counted, sample.branches)),
             baseline=group.baseline_reward,
             keep=group.keep,
+            factors=tuple(credit(sample)),
         )
-        for group in groups
-        for sample in group.samples
+        for group, sample in members
     )
-    return dict(enumerate(rewards))
+    return dict(zip(firsts, rewards, strict=False))
+
+
+def _num_counted(branch: Branch) -> int:
+    return int(np.count_nonzero(branch.loss_mask))
 
 
 def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """Return sample_id -> advantage by an estimator per response; 0 in groups that are not kept.
+    """Return sample_id -> advantage of every row by an estimator per response; 0 in groups that are
+    not kept.
 
-    The samples of a group have one uid.
+    The samples of a group have one uid; a sample counts once, however many rows it has.
     """
     estimate = pkgutil.resolve_name(ESTIMATORS[estimator].function)
     members: dict[str, list[int]] = {}
@@ -156,7 +185,8 @@ def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normali
     for ids in members.values():
         of_group = _group_rewards([rewards[i] for i in ids], normalize_by_std)
         estimates = estimate(of_group) * float(rewards[ids[0]].keep)
-        advantages.update(zip(ids, estimates.tolist(), strict=True))
+        for first, advantage in zip(ids, estimates.tolist(), strict=True):
+            advantages |= rewards[first].by_row(first, advantage)
     return advantages
 
 
@@ -184,6 +214,11 @@ def _check_reward(earned: SampleReward, estimator: str) -> None:
             f"A response of group {earned.uid} has the reward {earned.reward:g}, but algorithm.adv_estimator is "
             f"{estimator}, which divides by the mean of rewards; let reward.function give wrong answers 0, "
             f"or choose another estimator."
+        )
+    if ESTIMATORS[estimator].per_token and len(earned.factors) > 1:
+        raise UserError(
+            f"A response of group {earned.uid} has {len(earned.factors)} branches, but algorithm.adv_estimator is "
+            f"{estimator}, which estimates each token of one sequence; choose an estimator per response, such as grpo."
         )
 
 
@@ -240,12 +275,15 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
     return groups
 
 
-def _train_sample(index: int, sample: Sample, advantage: float, filter_truncated: bool) -> TrainSample:
-    assert len(sample.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
-    num_prompt = len(sample.prompt_tokens)
-    num_response = len(sample.response_tokens)
-    versions = sample.weight_versions
-    lengths = {len(sample.loss_mask), len(sample.rollout_log_probs), len(sample.weight_versions)}
+def _train_sample(
+    index: int, sample: Sample, branch: Branch, advantage: float, counts: Sequence[int], place: int
+) -> TrainSample:
+    """Return the row of a branch. counts: tokens with a loss of all branches; place: this one's."""
+    assert len(branch.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
+    num_prompt = len(branch.prompt_tokens)
+    num_response = len(branch.response_tokens)
+    versions = branch.weight_versions
+    lengths = {len(branch.loss_mask), len(branch.rollout_log_probs), len(branch.weight_versions)}
     assert lengths == {num_response}, f"sample {sample.uid}: lengths differ"
 
     def aligned(response_values: np.ndarray, dtype: Dtype) -> np.ndarray:
@@ -255,16 +293,17 @@ def _train_sample(index: int, sample: Sample, advantage: float, filter_truncated
         row[-1] = 0
         return row
 
-    counts = not (filter_truncated and sample.is_truncated)
     return TrainSample(
         sample_id=index,
         uid=sample.uid,
-        tokens=joined(TOKEN, sample.prompt_tokens, sample.response_tokens),
-        loss_mask=aligned(sample.loss_mask if counts else np.zeros_like(sample.loss_mask), MASK),
-        rollout_log_probs=aligned(sample.rollout_log_probs, LOG_PROB),
+        tokens=joined(TOKEN, branch.prompt_tokens, branch.response_tokens),
+        loss_mask=aligned(branch.loss_mask if counts[place] else np.zeros_like(branch.loss_mask), MASK),
+        rollout_log_probs=aligned(branch.rollout_log_probs, LOG_PROB),
         advantage=advantage,
         # a third of the bytes sent to the ranks, and nearly always one number
         weight_versions=versions[:1] if has_one_value(versions) else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,
-        routed_experts=sample.routed_experts,
+        routed_experts=branch.routed_experts,
+        num_elsewhere=sum(counts) - counts[place],
+        stands_for_trajectory=not any(counts[:place]),
     )

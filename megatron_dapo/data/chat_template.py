@@ -10,7 +10,8 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -20,6 +21,10 @@ from megatron_dapo.data.template_limits import BoundedEnvironment
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # around the text of a `generation` block, cut out again later; nobody's text holds them
 _BEGIN, _END = (f"\ufdd0{secrets.token_hex(8)}\ufdd1" for _ in range(2))
+
+Variables: TypeAlias = Mapping[str, Any]
+"""Names of a template and their values, such as `tools`."""
+NONE: Variables = MappingProxyType({})
 
 
 class TextPart(NamedTuple):
@@ -48,15 +53,20 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self.has_generation_blocks = _GENERATION.search(source) is not None
 
-    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, variables: Variables = NONE
+    ) -> str:
         """Return the text of messages; with add_generation_prompt ready for the model's answer."""
-        return "".join(part.text for part in self.parts(messages, add_generation_prompt))
+        return "".join(part.text for part in self.parts(messages, add_generation_prompt, variables))
 
-    def parts(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> list[TextPart]:
+    def parts(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, variables: Variables = NONE
+    ) -> list[TextPart]:
         """Return the text of messages, cut at both ends of `generation` blocks."""
-        own = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        others = {"tools": None, "documents": None, **self._special_tokens, **variables}
+        own = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         with self._environment.one_rendering():
-            return list(_cut(self._template.render(messages=list(messages), **own, **self._special_tokens)))
+            return list(_cut(self._template.render(others | own)))
 
 
 def _cut(marked: str) -> Iterator[TextPart]:

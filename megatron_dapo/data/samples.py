@@ -6,7 +6,7 @@ They are prompts, samples, groups, and the batch of one rollout step.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -54,6 +54,19 @@ class Branch(TokenRecord):
     # the servers', for replay by the trainer; empty: not asked for, or unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of prompt and response, a row of the trainer."""
+        return len(self.prompt_tokens) + len(self.response_tokens)
+
+    def without_experts(self) -> Self:
+        """Return the same without routed experts, with arrays of its own.
+
+        The memory shared by many samples is free once no sample has an array there.
+        """
+        arrays = {name: getattr(self, name).copy() for name in self.ARRAYS}
+        return replace(self, **arrays | {"routed_experts": nothing(EXPERT)})
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample(Branch):
@@ -63,7 +76,8 @@ class Sample(Branch):
     """
 
     uid: str  # the group's
-    # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment"
+    # "stop", or the cause of an early end: "length" | "abort" | "turns" | "time" | "environment" |
+    # "agent"
     finish_reason: str
     raw_reward: float  # by the verifier, before shaping
     correct: bool  # raw correctness, the measure of dynamic sampling's filter
@@ -87,26 +101,18 @@ class Sample(Branch):
 
     @property
     def num_response_tokens(self) -> int:
-        """Return the number of tokens of the response, with those of an environment."""
-        return len(self.response_tokens)
+        """Return the number of tokens of the longest branch's response, an environment's too."""
+        return max(len(branch.response_tokens) for branch in self.branches)
 
     @property
     def num_written_tokens(self) -> int:
-        """Return the number of tokens of the response written by the model."""
-        return int(self.loss_mask.sum())
+        """Return the number of tokens of all branches written by the model, each once."""
+        return sum(int(branch.loss_mask.sum()) for branch in self.branches)
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of prompt and response."""
-        return len(self.prompt_tokens) + len(self.response_tokens)
-
-    def without_experts(self) -> "Sample":
-        """Return the same without routed experts, with arrays of its own.
-
-        The memory shared by many samples is free once no sample has an array there.
-        """
-        arrays = {name: getattr(self, name).copy() for name in self.ARRAYS}
-        return replace(self, **arrays | {"routed_experts": nothing(EXPERT)})
+    def without_experts(self) -> Self:
+        """Return the same without routed experts in any branch."""
+        others = tuple(branch.without_experts() for branch in self.others)
+        return replace(super().without_experts(), others=others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +152,7 @@ def drop_experts(groups: list[Group]) -> None:
     Routed experts take most of such samples' memory.
     """
     for number, group in enumerate(groups):
-        if any(len(sample.routed_experts) for sample in group.samples):
+        if any(len(branch.routed_experts) for sample in group.samples for branch in sample.branches):
             groups[number] = replace(group, samples=tuple(sample.without_experts() for sample in group.samples))
 
 

@@ -1,7 +1,8 @@
 """The tokens of a step's responses, kept for people: rollouts/step_NNNNNN.npz, by the trainer.
 
-It holds the values of each token, response by response in the order of the step's .jsonl, and the
-text of every occurring token. A token takes 15 bytes before compression, about 5 on the disk.
+It holds the values of each token, response by response in the order of the step's .jsonl (of an
+agent, branch by branch), and the text of every occurring token. A token takes 15 bytes before
+compression, about 5 on the disk.
 """
 
 import io
@@ -30,11 +31,11 @@ _ARRAYS = {
 
 @dataclass(frozen=True, eq=False)
 class TokenDump:
-    """Arrays over the T tokens of R responses, [T] but for `lengths`."""
+    """Arrays over the T tokens of R responses, or branches of them; [T] but for `lengths`."""
 
     lengths: np.ndarray  # [R]
     tokens: np.ndarray
-    loss_mask: np.ndarray  # 1 for the model's tokens
+    loss_mask: np.ndarray  # 1 for the model's tokens, in the branch that counts them
     weight_versions: np.ndarray
     rollout_log_probs: np.ndarray  # by the server
     # trainer - server, before the update; NaN if the trainer did not compute it

@@ -4,6 +4,7 @@ Importing transformers costs seconds in every process, and tokenizer.json holds 
 test holds the tokens equal to those of transformers' AutoTokenizer.
 """
 
+import secrets
 from collections.abc import Iterator
 from itertools import chain, groupby
 from pathlib import Path
@@ -16,7 +17,7 @@ import tokenizers
 from megatron_dapo.common.bounded import read_bytes, read_json
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.data.chat_messages import Messages
-from megatron_dapo.data.chat_template import ChatTemplate, TextPart
+from megatron_dapo.data.chat_template import NONE, ChatTemplate, TextPart, Variables
 from megatron_dapo.data.token_arrays import TokenIds
 
 _KEY = "actor_rollout_ref.model.path"
@@ -25,7 +26,8 @@ _MAX_TOKENIZER = 256 << 20
 _MAX_TEMPLATE = 1 << 20
 ASSISTANT = "assistant"
 _OTHER_TEMPLATE = "write a template with {% generation %} blocks around the assistant's words"
-_MARK = "assistant-words"  # stands for them in a chat template
+# stands for the assistant's words in a chat template; nobody's text holds it
+_MARK = f"words{secrets.token_hex(8)}"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -62,12 +64,19 @@ class Tokenizer:
         not fit.
         """
         if apply_chat_template:
-            text = self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
+            text = self.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
         else:
             text = prompt if isinstance(prompt, str) else _joined(prompt)
-        return tuple(self._encode(text, add_special_tokens=not apply_chat_template)), text
+        return tuple(self.encode(text, add_special_tokens=not apply_chat_template)), text
 
-    def encode_turn(self, messages: Messages, last_token: int | None, apply_chat_template: bool) -> tuple[int, ...]:
+    def encode_turn(
+        self,
+        messages: Messages,
+        last_token: int | None,
+        apply_chat_template: bool,
+        variables: Variables = NONE,
+        calls: Messages = (),
+    ) -> tuple[int, ...]:
         """Return the tokens of an environment's messages in a conversation after a model's turn.
 
         With the chat template: its text between an assistant's last word and the next one's first,
@@ -75,21 +84,61 @@ class Tokenizer:
         out if the model wrote it itself (last_token). Without it: the messages' contents. Both are
         tokenized on their own: the tokens before them stay the same.
 
-        Raises UserError and ValueError as `encode_prompt`, ValueError if the template hides the
-        turn.
+        Args:
+            messages: those between the two turns.
+            last_token: the model's last one.
+            apply_chat_template: whether the template stands between the turns.
+            variables: of the template, such as `tools`.
+            calls: of the model's turn, for templates that show no result without them.
+
+        Raises:
+            UserError: as `encode_prompt`.
+            ValueError: as `encode_prompt`, and if the template hides the turn or a message.
         """
         if not apply_chat_template:
-            return tuple(self._encode(_joined(messages)))
-        before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        # messages may say it again
-        _, is_shown, after = self._rendered([*before, *messages]).partition(_MARK)
-        if not is_shown:
-            raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
-        tokens = self._encode(after)
+            return tuple(self.encode(_joined(messages)))
+        try:
+            tokens = self.encode(self.turn_text(messages, variables))
+        except ValueError:
+            if not calls:
+                raise
+            tokens = self.encode(self.turn_text(messages, variables, calls))
+            # the model wrote the rest of the last call
+            ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
+            if not ends:
+                raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token") from None
+            tokens = tokens[ends[0] :]
         end = tokens.index(last_token) if last_token in tokens else -1
         # for Llama 2 the text is " </s>"
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()
         return tuple(tokens[end + 1 :] if is_written else tokens)
+
+    def turn_text(self, messages: Messages, variables: Variables = NONE, calls: Messages = ()) -> str:
+        """Return the template's text from an assistant's last word to the next one's first.
+
+        With calls the word is the last argument of the last one. Raises as `encode_turn`.
+        """
+        turn: dict[str, Any] = {"role": ASSISTANT, "content": _MARK}
+        if calls:
+            turn = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
+        talk = [{"role": "user", "content": "-"}, turn, *messages]
+        _, is_shown, after = self.full_text(talk, variables).rpartition(_MARK)
+        if not is_shown:
+            raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
+        return after
+
+    def full_text(self, messages: Messages, variables: Variables = NONE) -> str:
+        """Return the text of a prompt. Raises as `render`, and ValueError for a message left out.
+
+        The assistant's own may be.
+        """
+        marks = {place: f"{_MARK}-{place}-" for place, row in enumerate(messages) if row["role"] != ASSISTANT}
+        probe = [{**row, "content": marks[at]} if at in marks else row for at, row in enumerate(messages)]
+        shown = self.render(probe, variables)
+        for place, mark in marks.items():
+            if mark not in shown:
+                raise ValueError(f"the model's chat template leaves out a message of role {messages[place]['role']!r}")
+        return self.render(messages, variables)
 
     def encode_answered(self, prompt: str | Messages, response: str) -> tuple[int, ...]:
         """Return the tokens of a prompt with its response, as the chat template ends a turn.
@@ -99,10 +148,10 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
-            return tuple(self._encode(text, add_special_tokens=True))
+            return tuple(self.encode(text, add_special_tokens=True))
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self._rendered([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
-        return tuple(self._encode(text))
+        text = self.render([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
+        return tuple(self.encode(text))
 
     def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, exactly: no clean-up of spaces."""
@@ -145,16 +194,16 @@ class Tokenizer:
         prompt is sampled from otherwise.
         """
         parts = self._parts(messages)
-        separate = [self._encode(part.text) for part in parts]
+        separate = [self.encode(part.text) for part in parts]
         learned = [part.is_learned for part in parts]
-        if list(chain.from_iterable(separate)) == self._encode("".join(part.text for part in parts)):
+        if list(chain.from_iterable(separate)) == self.encode("".join(part.text for part in parts)):
             return list(zip(separate, learned, strict=True))
         tokens: list[int] = []
         encoded: list[tuple[list[int], bool]] = []
         text = ""
         for part, own in zip(parts, separate, strict=True):
             text += part.text
-            so_far = self._encode(text)
+            so_far = self.encode(text)
             added = so_far[len(tokens) :] if so_far[: len(tokens)] == tokens else own
             tokens += added
             encoded.append((added, part.is_learned))
@@ -173,13 +222,13 @@ class Tokenizer:
         return parts
 
     def _parts_by_prefixes(self, messages: Messages) -> Iterator[TextPart]:
-        whole = self._rendered(messages, add_generation_prompt=False)
+        whole = self.render(messages, add_generation_prompt=False)
         done = 0
         for place, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            asked = self._rendered(messages[:place])
-            answered = self._rendered(messages[: place + 1], add_generation_prompt=False)
+            asked = self.render(messages[:place])
+            answered = self.render(messages[: place + 1], add_generation_prompt=False)
             if not answered.startswith(asked):
                 raise ValueError(
                     f"the model's chat template begins message {place + 1}, the assistant's, otherwise than its "
@@ -202,10 +251,10 @@ class Tokenizer:
         for is_own, group in groupby(messages, lambda message: message["role"] == ASSISTANT):
             if is_own:
                 for message in group:
-                    yield [*self._encode(_joined([message])), end], True
+                    yield [*self.encode(_joined([message])), end], True
             else:
                 # special tokens of the tokenizer's own, such as BOS, stand only before a prompt
-                yield self._encode(_joined(list(group)), add_special_tokens=is_first), False
+                yield self.encode(_joined(list(group)), add_special_tokens=is_first), False
             is_first = False
 
     def _end_of_text(self) -> int:
@@ -220,7 +269,8 @@ class Tokenizer:
             )
         return self.eos_token_ids[0]
 
-    def _encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text. Raises ValueError for a text that the tokenizer refuses."""
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except Exception as error:  # bare ones: a vocabulary without a token for unknown text
@@ -235,10 +285,11 @@ class Tokenizer:
             )
         return self._template
 
-    def _rendered(self, messages: Messages, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Messages, variables: Variables = NONE, add_generation_prompt: bool = True) -> str:
+        """Return the chat template's text of messages. Raises as `encode_prompt`."""
         template = self._required_template()
         try:
-            return template.render(messages, add_generation_prompt)
+            return template.render(messages, add_generation_prompt, variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
@@ -356,6 +407,13 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             f"the template, or a list of objects with name and template."
         )
     return template
+
+
+def _marked(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call with the mark for its only argument, as text or as an object, as it was."""
+    function = call["function"]
+    marked = f'{{"x": "{_MARK}"}}' if isinstance(function["arguments"], str) else {"x": _MARK}
+    return {**call, "function": {**function, "arguments": marked}}
 
 
 def _joined(messages: Messages) -> str:

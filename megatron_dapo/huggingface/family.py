@@ -64,6 +64,12 @@ class Family:
     Other values are refused.
     """
 
+    tool_parser: str | None = None
+    """SGLang's parser of the calls that most models of the family write."""
+
+    reasoning_parser: str | None = None
+    """SGLang's parser of their thoughts; a text without thoughts stays as it is."""
+
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Values taken by transformers for absent fields, if other than for other families."""
 

@@ -482,7 +482,7 @@ def staleness(group: Group, weight_version: int) -> int:
 
     Replayed samples are not new.
     """
-    new = (sample.weight_versions for sample in group.samples if not sample.exp_mask)
+    new = (each.weight_versions for sample in group.samples if not sample.exp_mask for each in sample.branches)
     return weight_version - min((int(versions.min()) for versions in new if len(versions)), default=weight_version)
 
 

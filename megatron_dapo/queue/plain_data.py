@@ -5,7 +5,7 @@ arrays.
 """
 
 from megatron_dapo.data.routed_experts import from_text
-from megatron_dapo.data.samples import Group, PartialResponse, Prompt, Sample
+from megatron_dapo.data.samples import Branch, Group, PartialResponse, Prompt, Sample
 
 # vars(), not dataclasses.asdict: asdict copies every array.
 
@@ -21,9 +21,17 @@ def _prompt_from_plain(plain: dict) -> Prompt:
 
 
 def sample_to_plain(sample: Sample) -> dict:
-    """Return a sample as plain data."""
-    plain = dict(vars(sample))
-    if not len(sample.routed_experts):
+    """Return a sample as plain data; one branch alone has no list of others."""
+    others = [_branch_to_plain(branch) for branch in sample.others]
+    plain = _branch_to_plain(sample) | {"others": others}
+    if not others:
+        del plain["others"]
+    return plain
+
+
+def _branch_to_plain(branch: Branch) -> dict:
+    plain = dict(vars(branch))
+    if not len(branch.routed_experts):
         del plain["routed_experts"]
     return plain
 
@@ -33,10 +41,15 @@ def sample_from_plain(plain: dict) -> Sample:
 
     Raises ValueError, the end of a sentence, for values that no token can have.
     """
-    values = {**plain, "servers": tuple(plain["servers"])}
-    if isinstance(experts := plain.get("routed_experts"), str):
+    others = tuple(Branch(**_branch_values(branch)) for branch in plain.get("others", ()))
+    return Sample(**{**_branch_values(plain), "servers": tuple(plain["servers"]), "others": others})
+
+
+def _branch_values(plain: dict) -> dict:
+    values = {**plain}
+    if isinstance(experts := values.get("routed_experts"), str):
         values["routed_experts"] = from_text(experts)
-    return Sample(**values)
+    return values
 
 
 def group_to_plain(group: Group) -> dict:

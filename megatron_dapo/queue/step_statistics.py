@@ -17,7 +17,7 @@ _COUNTS: dict[str, Callable[[Sample], int]] = {
     "reward/num_timeouts": lambda sample: _failed(sample, "timeout"),
     "reward/num_crashes": lambda sample: _failed(sample, "crash"),
     "reward/num_exceptions": lambda sample: _failed(sample, "exception"),
-    "rollout/num_env_failures": lambda sample: _failed(sample, "environment"),
+    "rollout/num_env_failures": lambda sample: _failed(sample, "environment") or _failed(sample, "agent"),
     # an environment's tokens cost no sampling
     "rollout/num_tokens": lambda sample: sample.num_written_tokens,
 }

@@ -11,6 +11,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -24,11 +25,13 @@ _LOOK_S = 0.01
 _SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 
 
-def run_guarded(work: Callable[[], None], pipe: int) -> None:
+def run_guarded(work: Callable[[], None], pipe: int, grace_s: float = 0.0) -> None:
     """Do the work in a child process; return there.
 
     This process ends when the child has ended, the other side of `pipe` is closed or SIGTERM came,
     whichever is first, after all descendants. Single-threaded callers only.
+
+    grace_s: a SIGTERM is passed on to the child's group, which has so long to end by itself.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     awake, wake = os.pipe()  # numbers of the signals that came
@@ -48,21 +51,29 @@ def run_guarded(work: Callable[[], None], pipe: int) -> None:
         os.setpgid(0, 0)  # so that signals to the worker's own group do not reach the guard
         work()
         return
-    code = _wait(worker, pipe, awake)
+    code = _wait(worker, pipe, awake, grace_s)
     os._exit(_end_all(worker, code))
 
 
-def _wait(worker: int, pipe: int, awake: int) -> int | None:
+def _wait(worker: int, pipe: int, awake: int, grace_s: float) -> int | None:
     """Return the worker's exit code, or None to end it. Descendants that end meanwhile leave no
     zombies."""
     watch = select.poll()
     watch.register(awake, select.POLLIN)
     watch.register(pipe, 0)  # hang-up is always reported; the data are the worker's
+    deadline = None
     while True:
-        ready = [file for file, _ in watch.poll()]
+        left_s = None if deadline is None else deadline - time.monotonic()
+        ready = [file for file, _ in watch.poll(None if left_s is None else max(0.0, left_s) * 1000)]
         numbers = os.read(awake, 4096) if awake in ready else b""
-        if (code := _reap(worker)) is not None or pipe in ready or signal.SIGTERM in numbers:
+        if (code := _reap(worker)) is not None or pipe in ready or (left_s is not None and left_s <= 0):
             return code
+        if signal.SIGTERM in numbers and deadline is None:
+            if not grace_s:
+                return None
+            deadline = time.monotonic() + grace_s
+            with suppress(ProcessLookupError):  # its group is not made yet
+                os.killpg(worker, signal.SIGTERM)
 
 
 def _end_all(worker: int, code: int | None) -> int:

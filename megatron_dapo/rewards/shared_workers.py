@@ -8,8 +8,6 @@ from megatron_dapo.rewards.worker_pool import Worker, WorkerLost, WorkerPool
 from megatron_dapo.rewards.worker_process import Message
 
 _CANCEL_S = 2.0
-"""Time for a worker to end a cancelled request. A worker that does not answer in this time is
-blocked, by this request or another one, and is killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +21,14 @@ class _LostTogether(WorkerLost):
 
 
 class SharedWorkers:
-    """All workers of a pool, each borrowed for as long as it lives."""
+    """All workers of a pool, each borrowed for as long as it lives.
 
-    def __init__(self, pool: WorkerPool, num_workers: int) -> None:
-        self._hosts = [_Host(pool) for _ in range(num_workers)]
+    cancel_s: time for a worker to end a cancelled request. A worker that does not answer in this
+    time is blocked, by this request or another one, and is killed.
+    """
+
+    def __init__(self, pool: WorkerPool, num_workers: int, cancel_s: float | None = None) -> None:
+        self._hosts = [_Host(pool, _CANCEL_S if cancel_s is None else cancel_s) for _ in range(num_workers)]
         self._changed = asyncio.Condition()  # a request has ended
         self._num_suspects = 0
         self._suspects_host: _Host | None = None  # no others come there
@@ -44,7 +46,7 @@ class SharedWorkers:
             WorkerLost: if this request ended its worker.
         """
         try:
-            return await self._ask_among_others(message, timeout_s)
+            return await self.ask_once(message, timeout_s)
         except _LostTogether as error:
             if error.num_requests == 1:
                 raise
@@ -64,7 +66,9 @@ class SharedWorkers:
                 self._suspects_host = None
             await self._tell_of_change()
 
-    async def _ask_among_others(self, message: Message, timeout_s: float) -> Message:
+    async def ask_once(self, message: Message, timeout_s: float) -> Message:
+        """Return the reply, without a repetition. Raises TimeoutError; WorkerLost, which another
+        request may have caused."""
         async with self._changed:
             await self._changed.wait_for(self._open_hosts)
         host = min(self._open_hosts(), key=lambda host: host.num_requests)
@@ -104,8 +108,9 @@ class SharedWorkers:
 class _Host:
     """A worker, or its replacement, and its requests under way."""
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, pool: WorkerPool, cancel_s: float) -> None:
         self._pool = pool
+        self._cancel_s = cancel_s
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._next_number = 0
         self._reading: asyncio.Task | None = None
@@ -177,12 +182,12 @@ class _Host:
         reading = self._reading
         assert reading is not None, "the worker is borrowed"
         try:
-            async with asyncio.timeout(_CANCEL_S):
+            async with asyncio.timeout(self._cancel_s):
                 with suppress(WorkerLost):
                     await worker.send({"cancel": number})
                 await asyncio.shield(answer)
         except TimeoutError:
             if not reading.cancelling():
-                logger.warning("a reward worker is blocked by a request past its limit; it is killed")
+                logger.warning("a worker is blocked by a request past its limit; it is killed")
                 reading.cancel()
             await answer

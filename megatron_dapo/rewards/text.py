@@ -45,8 +45,8 @@ def _as_integer(ground_truth: str) -> str | None:
 
 
 def environment(data_source: str, response: str, ground_truth: str, extra_info: dict) -> Verdict:
-    """Return 0: with several turns the environment gives the reward; a trajectory without one has
-    earned none."""
+    """Return 0: an environment or an agent gives the reward; a trajectory without one has earned
+    none."""
     return {"score": 0.0, "correct": False}
 
 

@@ -19,7 +19,7 @@ from megatron_dapo.rewards.worker_process import Message
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
-_PIPE_LIMIT_BYTES = 1 << 20
+_PIPE_LIMIT_BYTES = 1 << 24  # of a line; an agent's answer is the longest
 _WORKER_ERRORS = (OSError, EOFError, TypeError, ValueError)  # no pipe, no reply, no JSON either way
 
 logger = logging.getLogger(__name__)

@@ -35,10 +35,10 @@ def serve(get_ready: GetReady) -> None:
     """Answer requests, in a child process of this one, until the parent closes the pipe.
 
     Args:
-        get_ready: settings (the first line, with memory_limit_mb) -> (greeting, function that
-            answers a request). The function's TimeoutError becomes {"error": "timeout"}, any other
-            error "exception: ...". For a coroutine, each request and its answer have an "id", and
-            {"cancel": id} ends one.
+        get_ready: settings (the first line, with memory_limit_mb, null: no limit) -> (greeting,
+            function that answers a request). The function's TimeoutError becomes
+            {"error": "timeout"}, any other error "exception: ...". For a coroutine, each request
+            and its answer have an "id", and {"cancel": id} ends one.
     """
     requests, replies = _take_pipes()
     run_guarded(lambda: _answer_requests(get_ready, requests, replies), requests.fileno())
@@ -127,6 +127,7 @@ def _send(replies: TextIO, message: Message) -> None:
     replies.flush()
 
 
-def _limit_memory(megabytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+def _limit_memory(megabytes: int | None) -> None:
+    if megabytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -9,8 +9,11 @@ from itertools import groupby
 
 import numpy as np
 
-from megatron_dapo.data.samples import Group, Sample
+from megatron_dapo.data.samples import Branch, Group, Sample
 from megatron_dapo.data.tokenizer import Tokenizer
+
+# of the prompts of further branches: each may begin with all turns before it
+_SHOWN_TOKENS = 2048
 
 
 def with_texts(groups: tuple[Group, ...], num_shown: int, tokenizer: Tokenizer) -> tuple[Group, ...]:
@@ -24,7 +27,8 @@ def with_texts(groups: tuple[Group, ...], num_shown: int, tokenizer: Tokenizer) 
 
 def with_text(sample: Sample, tokenizer: Tokenizer) -> Sample:
     """Return a response with its text."""
-    return replace(sample, response_text=tokenizer.decode(sample.response_tokens))
+    texts = (tokenizer.decode(branch.response_tokens) for branch in sample.branches)
+    return replace(sample, response_text="\n\n".join(texts))
 
 
 def group_record(step: int, group: Group, tokenizer: Tokenizer) -> dict:
@@ -68,13 +72,17 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
         "answer": sample.answer,
         "finish_reason": sample.finish_reason,
         "num_tokens": sample.num_response_tokens,
-        "weight_versions": np.unique(sample.weight_versions).tolist(),
+        "weight_versions": np.unique(np.concatenate([each.weight_versions for each in sample.branches])).tolist(),
     }
-    # an environment's first words joined it
-    if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):
-        record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
-    if 0 in sample.loss_mask or sample.num_turns != 1:
-        record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
+    if sample.others:
+        others = [_branch(branch, tokenizer, _SHOWN_TOKENS) for branch in sample.others]
+        record |= {"num_turns": sample.num_turns, "branches": [_branch(sample, tokenizer, None), *others]}
+    else:
+        # an environment's first words joined it
+        if not np.array_equal(sample.prompt_tokens, group.prompt.tokens):
+            record["prompt"] = tokenizer.decode(sample.prompt_tokens, skip_special_tokens=False)
+        if 0 in sample.loss_mask or sample.num_turns != 1:
+            record |= {"num_turns": sample.num_turns, "turns": turns(sample, tokenizer)}
     if sample.exp_mask:
         record["replayed"] = True
     if sample.reward_error:
@@ -82,12 +90,23 @@ def _response(sample: Sample, group: Group, tokenizer: Tokenizer) -> dict:
     return record
 
 
-def turns(sample: Sample, tokenizer: Tokenizer) -> list[dict]:
+def _branch(branch: Branch, tokenizer: Tokenizer, num_shown: int | None) -> dict:
+    """Return a branch with the last num_shown tokens of its prompt, or all of them."""
+    shown = branch.prompt_tokens[-num_shown:] if num_shown else branch.prompt_tokens
+    return {
+        "num_tokens": len(branch.response_tokens),
+        "prompt": tokenizer.decode(shown, skip_special_tokens=False),
+        "turns": turns(branch, tokenizer),
+    }
+
+
+def turns(branch: Branch, tokenizer: Tokenizer) -> list[dict]:
     """Return the turns of model and environment with every token.
 
-    They are [{"by": "model", "text": ...}, ...].
+    They are [{"by": "model", "text": ...}, ...]. The environment's are all that the branch does not
+    count: also turns of the model that an earlier branch does.
     """
-    pairs = zip(sample.loss_mask.tolist(), sample.response_tokens.tolist(), strict=True)
+    pairs = zip(branch.loss_mask.tolist(), branch.response_tokens.tolist(), strict=True)
     parts = groupby(pairs, key=lambda pair: pair[0])
     return [
         {

@@ -51,8 +51,9 @@ def _plain(group: Group) -> dict:
     """
     plain = group_to_plain(group)
     for sample in plain["samples"]:
-        if "routed_experts" in sample:
-            sample["routed_experts"] = as_text(sample["routed_experts"])
+        for branch in (sample, *sample.get("others", ())):
+            if "routed_experts" in branch:
+                branch["routed_experts"] = as_text(branch["routed_experts"])
     return plain
 
 

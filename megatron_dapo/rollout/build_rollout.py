@@ -1,18 +1,22 @@
-"""Builds a rollout from the config: its prompts, servers, rewards, environments, samplers."""
+"""Builds a rollout from the config: its prompts, servers, rewards, environments or agents, samplers."""
 
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from megatron_dapo.agents.agent_pool import AgentPool
+from megatron_dapo.agents.gateways import Gateways, GatewaySettings
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.config.derived import uses_overlong_shaping
+from megatron_dapo.config.derived import may_give_own_reward, uses_overlong_shaping
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_dapo.envs.environment_pool import EnvironmentPool
+from megatron_dapo.huggingface.model_families import FAMILIES
 from megatron_dapo.huggingface.reward_model import architecture_of
 from megatron_dapo.huggingface.spec_reader import read_model_spec, read_vocab_size
 from megatron_dapo.rewards.judge import Judge
@@ -20,9 +24,10 @@ from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_registry import check_ground_truths, check_reward
 from megatron_dapo.rewards.scorers import Scorers, WeightedScorer
 from megatron_dapo.rewards.shaping import Shaping, shape, unshaped
+from megatron_dapo.rollout.agent_play import AgentPlay, Agents
 from megatron_dapo.rollout.reward_model_client import RewardModel
 from megatron_dapo.rollout.sampling import Sampler
-from megatron_dapo.rollout.trajectory import MultiTurn
+from megatron_dapo.rollout.trajectory import MultiTurn, Play, single_turn
 from megatron_dapo.servers.client import SamplingParams, SGLangClient
 from megatron_dapo.servers.fleet import LOOK_S
 from megatron_dapo.servers.followed_lease import lease_of
@@ -66,7 +71,7 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
     others: further arguments of `PromptDataset.load`.
     """
     data = config.data
-    is_multi_turn = config.actor_rollout_ref.rollout.multi_turn.enable
+    own_reward = may_give_own_reward(config)
     return PromptDataset.load(
         files,
         data.prompt_key,
@@ -75,12 +80,12 @@ def load_dataset(files: Sequence[str], config: Config, tokenizer: Tokenizer, **o
         filter_overlong=data.filter_overlong_prompts,
         truncation=data.truncation,
         dedup=data.dedup,
-        conflicting_answers="keep" if is_multi_turn else data.conflicting_answers,
+        conflicting_answers="keep" if own_reward else data.conflicting_answers,
         apply_chat_template=data.apply_chat_template,
         answer_key=data.answer_key,
         prompt_template=data.prompt_template,
         data_source=data.data_source,
-        needs_answer=not is_multi_turn and config.reward.function != "none",
+        needs_answer=not own_reward and config.reward.function != "none",
         **others,
     )
 
@@ -135,18 +140,24 @@ def make_sampler(
     servers: ServerPool,
     rewards: RewardPool,
     tokenizer: Tokenizer,
-    environments: EnvironmentPool | None,
+    environments: EnvironmentPool | Agents | None,
     scorers: Scorers,
     shaping: Shaping = unshaped,
     greedy_baseline: bool = False,
     exact: bool = False,
     routers: RouterShape | None = None,
+    is_validation: bool = False,
 ) -> Sampler:
-    """Return the sampler of groups; see `Sampler` for the arguments after the config."""
+    """Return the sampler of groups.
+
+    See `Sampler` for the arguments after the config. is_validation: told to agents.
+    """
     rollout = config.actor_rollout_ref.rollout
-    multi_turn: MultiTurn | None = None
-    if environments is not None:
-        multi_turn = MultiTurn(environments, tokenizer, config.data, rollout.multi_turn)
+    play: Play = single_turn
+    if isinstance(environments, EnvironmentPool):
+        play = MultiTurn(environments, tokenizer, config.data, rollout.multi_turn).play
+    elif environments is not None:
+        play = AgentPlay(environments, servers, tokenizer, config.data, is_validation).play
     return Sampler(
         servers,
         rewards,
@@ -154,7 +165,7 @@ def make_sampler(
         rollout,
         read_vocab_size(config.actor_rollout_ref.model.path),
         shaping,
-        multi_turn,
+        play,
         greedy_baseline,
         exact,
         scorers,
@@ -199,8 +210,10 @@ def make_reward_model(config: Config) -> RewardModel | None:
     return RewardModel(load_tokenizer(folder), SGLangClient(model.url, api_key), down_timeout_s)
 
 
-def make_environments(config: Config) -> EnvironmentPool | None:
-    """Return the pool of environments; None if responses have one turn."""
+def make_environments(config: Config) -> EnvironmentPool | Agents | None:
+    """Return the pool of environments, or the agents; None if responses have one turn."""
+    if config.actor_rollout_ref.rollout.agent.enable:
+        return make_agents(config)
     keys = config.actor_rollout_ref.rollout.multi_turn
     if not keys.enable:
         return None
@@ -212,6 +225,31 @@ def make_environments(config: Config) -> EnvironmentPool | None:
         keys.memory_limit_mb,
         keys.pass_env,
     )
+
+
+def make_agents(config: Config) -> Agents:
+    """Return the agents with their gateways. Raises UserError."""
+    keys = config.actor_rollout_ref.rollout.agent
+    path = config.actor_rollout_ref.model.path
+    tool_parser, reasoning_parser = keys.tool_parser, keys.reasoning_parser
+    if tool_parser is None or reasoning_parser is None:
+        family = FAMILIES[read_model_spec(path).family]
+        tool_parser, reasoning_parser = tool_parser or family.tool_parser, reasoning_parser or family.reasoning_parser
+    settings = GatewaySettings(
+        model=str(ModelFolder.of(path).hf),
+        model_name=Path(path).name,
+        host=keys.host,
+        port=keys.port,
+        public_url=keys.public_url,
+        max_request_mb=keys.max_request_mb,
+        history=keys.history,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        template_kwargs=keys.template_kwargs,
+        apply_chat_template=config.data.apply_chat_template,
+    )
+    pool = AgentPool(keys, RunFolder.of(config.trainer).logs)
+    return Agents(keys, Gateways(settings, keys.num_gateways), pool)
 
 
 def make_shaping(config: Config) -> Shaping:

@@ -27,6 +27,7 @@ from megatron_dapo.queue.experience_replay import replay_metrics
 from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rewards.reward_registry import check_estimator
+from megatron_dapo.rollout.agent_play import Agents
 from megatron_dapo.rollout.answer_records import group_record, with_texts
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.build_rollout import (
@@ -45,7 +46,7 @@ from megatron_dapo.rollout.deadlines import until_set, within
 from megatron_dapo.rollout.drawing import Drawing
 from megatron_dapo.rollout.filling import Filling
 from megatron_dapo.rollout.held_out_evaluation import Validation
-from megatron_dapo.rollout.step_metrics import restart_metrics, step_metrics
+from megatron_dapo.rollout.step_metrics import restart_metrics, row_metrics, step_metrics
 from megatron_dapo.rollout.time_spent import TimeSpent
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.server_versions import require_deterministic, require_in_flight_updates, require_weight_form
@@ -92,11 +93,13 @@ class Controller:
             exact=not rollout.max_staleness,
             routers=routers,
         )
-        val_sampler = sampler(exact=True)  # a second one: its retries are not the step's
+        val_sampler = sampler(exact=True, is_validation=True)  # a second one: its retries are not the step's
         self._validation = Validation(self._val_prompts, config, val_sampler, self._servers, self._rewards, tokenizer)
         self._params = sampling_params(config)
         self._drawing = Drawing(config, dataset, lambda: self._rewards.last_traceback)
-        self._filling = Filling(self._drawing, self._servers, self._sample_group, rollout.n, greedy_baseline)
+        self._agents = self._environments if isinstance(self._environments, Agents) else None
+        places = None if self._agents is None else self._agents.places
+        self._filling = Filling(self._drawing, self._servers, self._sample_group, rollout.n, greedy_baseline, places)
         self._sampling = TimeSpent()
         self._num_futile_syncs = 0  # since a server had the weights
 
@@ -182,8 +185,12 @@ class Controller:
             **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
+        if self._agents is not None:
+            metrics = self._agents.metrics.take() | metrics  # agents choose names of their own
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
+        if self._rollout.agent.enable:
+            metrics |= row_metrics(result.groups)
         return metrics
 
     async def begin_evaluation(self, step: int, weight_version: int) -> None:
@@ -211,8 +218,8 @@ class Controller:
     async def halt(self) -> str | None:
         """End all sampling, and return the error that had ended it before, if any.
 
-        `state_dict` then has the unfinished responses of one turn; those with an environment begin
-        anew.
+        `state_dict` then has the unfinished responses of one turn; those with an environment or an
+        agent begin anew.
         """
         await self._validation.cancel()
         failure = await self._filling.halt()

@@ -138,7 +138,7 @@ def validation_metrics(records: Sequence[Mapping]) -> dict[str, float]:
             metrics |= {name.replace("val/", f"val/{source}/", 1): value for name, value in _means(some).items()}
     return metrics | {
         "val/num_turns_mean": _mean([record.get("num_turns", 1) for record in records]),
-        "val/num_env_failures": sum(record["finish_reason"] == "environment" for record in records),
+        "val/num_env_failures": sum(record["finish_reason"] in ("environment", "agent") for record in records),
         "val/num_prompts": len(rows),
     }
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from megatron_dapo.common.places import Places
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
 from megatron_dapo.rollout.drawing import Drawing
@@ -25,9 +26,9 @@ class Filling:
     """Samples the groups drawn by a `GroupQueue`, one task per group.
 
     With `max_staleness` above 0 it goes on after `fill` has returned. It draws a prompt whenever
-    `GroupQueue.may_start` allows it and there is a free slot without a waiting request. With 0
-    prompts are drawn in waves (`GroupQueue.next_wave`), and only inside `fill`: nothing is under
-    way between two steps.
+    `GroupQueue.may_start` allows it and there is a free slot without a waiting request; for agents
+    also a free place. With 0 prompts are drawn in waves (`GroupQueue.next_wave`), and only inside
+    `fill`: nothing is under way between two steps.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Filling:
         sample_group: Callable[[Group, Callable[[Sample], None], Callable[[PartialResponse], None]], Awaitable[Group]],
         num_responses: int,
         has_baseline: bool = False,
+        places: Places | None = None,
     ) -> None:
         """Prepare it; nothing is drawn before `fill`.
 
@@ -47,6 +49,7 @@ class Filling:
                 rest of aborted responses.
             num_responses: per group.
             has_baseline: a group needs one more response, which is no sample of it.
+            places: of responses at work at once, if they hold more than a server's slot.
         """
         self._drawing = drawing
         self._queue = drawing.queue
@@ -64,6 +67,9 @@ class Filling:
         self._held = TimeSpent()
         self._is_waited_for = False  # by `fill`
         servers.is_blocked = self._is_blocked
+        self._places = places
+        if places is not None:
+            places.on_free = self._note_free_place
 
     async def fill(self) -> None:
         """Wait until the queue's step is ready, and draw its prompts.
@@ -123,10 +129,10 @@ class Filling:
     async def cancel(self) -> None:
         """End all sampling at once; the queue keeps finished samples."""
         tasks = [*self._tasks.values(), *filter(None, [self._watch])]
+        self._watch = None  # so that no place or slot that becomes free starts anything
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._watch = None
         self._held.switch(False)
 
     async def _abort_requests(self) -> None:
@@ -148,8 +154,18 @@ class Filling:
     def _is_blocked(self) -> bool:
         """Return whether a slot is free, and only `max_staleness` keeps it so."""
         version = self._servers.version
-        has_free_slot = self._servers.num_free_slots > self._num_arriving
-        return has_free_slot and version is not None and self._queue.is_held(version)
+        return self._has_room() and version is not None and self._queue.is_held(version)
+
+    def _has_room(self) -> bool:
+        """Return whether a free slot, and a free place, has no request coming to it."""
+        free = self._servers.num_free_slots
+        if self._places is not None:
+            free = min(free, self._places.num_free)
+        return free > self._num_arriving
+
+    def _note_free_place(self) -> None:
+        self._groups_or_slots_changed.set()
+        self._go_on()
 
     def _check_servers(self) -> None:
         """Raise NeedsSync if no server has the weights, or if some came back without them.
@@ -187,7 +203,7 @@ class Filling:
     def _draw_paced(self, version: int) -> None:
         is_held = False
         # slots first: the queue looks at all its open draws
-        while not is_held and self._servers.num_free_slots > self._num_arriving:
+        while not is_held and self._has_room():
             is_held = not self._queue.may_start(self._queue.num_open, version)
             if not is_held:
                 self._draw(version)

@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
-from megatron_dapo.common.seeds import seed_from
 from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.routed_experts import RouterShape
@@ -27,7 +25,7 @@ from megatron_dapo.rewards.shaping import Shaping, unshaped
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
-from megatron_dapo.rollout.trajectory import Budget, MultiTurn, Trajectory, single_turn
+from megatron_dapo.rollout.trajectory import Budget, Play, Trajectory, TrajectoryStart, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
 from megatron_dapo.servers.growing_answer import GrowingAnswer
 from megatron_dapo.servers.server import Server
@@ -64,7 +62,7 @@ class Sampler:
         keys: RolloutConfig,
         vocab_size: int,
         shaping: Shaping = unshaped,
-        multi_turn: MultiTurn | None = None,
+        play: Play = single_turn,
         greedy_baseline: bool = False,
         exact: bool = False,
         scorers: Scorers | None = None,
@@ -78,7 +76,7 @@ class Sampler:
             keys: deadline and retries of a request.
             vocab_size: above all tokens that a server may answer with.
             shaping: of the rewards.
-            multi_turn: plays responses with an environment; without it they have one turn each.
+            play: the way to a response; only those of one turn can go on after a stop.
             greedy_baseline: ask for one greedy answer per prompt too; its shaped reward is the
                 group's baseline.
             exact: accept only tokens of the weight version expected by the server pool. Else accept
@@ -94,7 +92,7 @@ class Sampler:
         self._keys = keys
         self._shaping = shaping
         self._vocab_size = vocab_size
-        self._multi_turn = multi_turn
+        self._play = play
         self._greedy_baseline = greedy_baseline
         self._exact = exact
         self._scorers = scorers
@@ -175,29 +173,20 @@ class Sampler:
         on_partial: Callable[[PartialResponse], None] = lambda partial: None,
         together: GroupVerdicts | None = None,
     ) -> Sample:
-        turns = count()
-
-        def generate(tokens: TokenIds, params: SamplingParams, budget: Budget) -> Awaitable[Generation]:
-            # SGLang mixes the position of a token into the seed: a response that goes on with a
-            # partial one, in the same turn, gets the same tokens as without the break
-            seed = seed_from(self._seed, group.uid, number, next(turns))
-            return self._generate(group, tokens, replace(params, sampling_seed=seed), budget)
-
         def note_partial(response: PartialResponse) -> None:
             on_partial(replace(response, number=number))
 
+        seeds = (self._seed, group.uid, number)
+        generate = partial(self._generate, group)
         with self.reward_wait.writing():
-            if self._multi_turn is not None:
-                trajectory = await self._multi_turn.play(
-                    group.prompt, params, generate, seed_from(self._seed, group.uid, number)
-                )
-            else:
-                trajectory = await single_turn(group.prompt, params, generate, begun, note_partial)
+            trajectory = await self._play(
+                TrajectoryStart(group.prompt, params, generate, seeds, number, begun, note_partial)
+            )
         try:
             with self.reward_wait.scoring():
                 verdict = await self._verdict(group, number, trajectory, together)
         except BaseException:  # mostly cancelled: a stop does not wait for a slow reward function
-            if self._multi_turn is None:
+            if self._play is single_turn:
                 note_partial(trajectory.partial())
             raise
         return _to_sample(group.uid, number, trajectory, verdict, self._shaping)
@@ -210,7 +199,7 @@ class Sampler:
                 together.leave_out()
             return trajectory.verdict
         prompt = group.prompt
-        text = self._tokenizer.decode(trajectory.tokens)
+        text = self._tokenizer.decode(trajectory.last_tokens)
         if together is not None:
             verdict = await together.verdict(number, text)
         else:
@@ -226,7 +215,8 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        texts = {sample.number: self._tokenizer.decode(sample.response_tokens) for sample in group.samples}
+        last = {sample.number: sample.branches[-1].response_tokens for sample in group.samples}
+        texts = {number: self._tokenizer.decode(tokens) for number, tokens in last.items()}
         return GroupVerdicts(score, texts, num_new)
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
@@ -362,7 +352,7 @@ def _to_sample(uid: str, number: int, trajectory: Trajectory, verdict: RewardRes
         finish_reason=trajectory.finish_reason,
         raw_reward=verdict.score,
         correct=verdict.correct,
-        reward=shaping(verdict.score, len(trajectory.tokens), not is_terminated),
+        reward=shaping(verdict.score, trajectory.length, not is_terminated),
         is_truncated=not is_terminated,
         is_terminated=is_terminated,
         num_turns=trajectory.num_turns,
@@ -371,4 +361,5 @@ def _to_sample(uid: str, number: int, trajectory: Trajectory, verdict: RewardRes
         answer=verdict.answer,
         routed_experts=trajectory.routed_experts,
         number=number,
+        others=trajectory.others,
     )

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from megatron_dapo.data.samples import Group
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.servers.fleet import restart_bias_bound
@@ -55,7 +57,7 @@ def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, floa
     oldest = weight_version
     span = 0
     for sample in (sample for group in groups for sample in group.samples if not sample.exp_mask):
-        versions = sample.weight_versions[sample.loss_mask != 0]
+        versions = np.concatenate([branch.weight_versions[branch.loss_mask != 0] for branch in sample.branches])
         if len(versions):
             first = int(versions.min())
             total += int(versions.sum())
@@ -67,6 +69,12 @@ def _age_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, floa
         "rollout/staleness_max": weight_version - oldest,
         "rollout/version_span_max": span,
     }
+
+
+def row_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean and the largest number of the trainer's rows per trajectory of these groups."""
+    numbers = [len(sample.branches) for group in groups for sample in group.samples]
+    return _mean_metrics("agent/rows_mean", numbers) | {"agent/rows_max": max(numbers, default=0)}
 
 
 def _sampling_metrics(step: RolloutStep) -> dict[str, float]:

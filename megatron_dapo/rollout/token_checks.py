@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from megatron_dapo.data.samples import Sample
+from megatron_dapo.data.samples import Branch, Sample
 
 HIGHEST_LOG_PROB = 2.0**-10
 """x - logsumexp(x) is 0 or below but for rounding.
@@ -31,14 +31,22 @@ def find_fault(tokens: np.ndarray, log_probs: np.ndarray, vocab_size: int) -> st
 
 
 def find_sample_fault(sample: Sample, vocab_size: int) -> str | None:
-    """Return the same for a sample, with its prompt, its reward and the lengths of its arrays."""
-    lengths = {len(sample.loss_mask), len(sample.weight_versions), len(sample.response_tokens)}
-    if len(lengths) > 1:
-        return f"has {sorted(lengths)} tokens in its response, loss mask and weight versions"
+    """Return the same for a sample: its reward, and of each branch the prompt and the lengths of its
+    arrays."""
     if not all(type(reward) in (float, int) and math.isfinite(reward) for reward in (sample.reward, sample.raw_reward)):
         return f"has the reward {sample.reward}, before shaping {sample.raw_reward}"
-    return _token_fault(sample.prompt_tokens, vocab_size) or find_fault(
-        sample.response_tokens, sample.rollout_log_probs, vocab_size
+    for number, branch in enumerate(sample.branches, 1):
+        if fault := _branch_fault(branch, vocab_size):
+            return f"{fault} (branch {number} of {len(sample.branches)})" if sample.others else fault
+    return None
+
+
+def _branch_fault(branch: Branch, vocab_size: int) -> str | None:
+    lengths = {len(branch.loss_mask), len(branch.weight_versions), len(branch.response_tokens)}
+    if len(lengths) > 1:
+        return f"has {sorted(lengths)} tokens in its response, loss mask and weight versions"
+    return _token_fault(branch.prompt_tokens, vocab_size) or find_fault(
+        branch.response_tokens, branch.rollout_log_probs, vocab_size
     )
 
 

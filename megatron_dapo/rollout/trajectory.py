@@ -1,4 +1,4 @@
-"""One response as it grows, and the loop that plays it over several turns with an environment.
+"""One response as it grows, and two ways to play it: in one turn, and with an environment.
 
 Tokens in, tokens out: the server is sent exactly its own earlier tokens, with the environment's
 between them. The model's own words are never tokenized again.
@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.rollout_errors import Aborted
+from megatron_dapo.common.seeds import seed_from
 from megatron_dapo.config.schema.multi_turn import MultiTurnConfig
 from megatron_dapo.config.schema.run import DataConfig
-from megatron_dapo.data.samples import PartialResponse, Prompt
+from megatron_dapo.data.samples import Branch, PartialResponse, Prompt
 from megatron_dapo.data.token_arrays import EXPERT, LOG_PROB, MASK, TOKEN, VERSION, TokenIds, joined, nothing, repeated
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.envs.environment import Observation, Task
@@ -73,6 +75,28 @@ class Budget:
 Generate = Callable[[TokenIds, SamplingParams, Budget], Awaitable[Generation]]
 
 
+@dataclass(frozen=True)
+class TrajectoryStart:
+    """The beginning of a trajectory, and its way to the servers."""
+
+    prompt: Prompt
+    params: SamplingParams  # max_new_tokens limits a whole response, with all that is read
+    generate: Generate
+    seeds: tuple[int | str, ...] = ()  # of the run, the group and the response; others derive from it
+    number: int = 0  # of the response
+    begun: PartialResponse | None = None  # of one turn, not asked for again
+    # called with the unfinished response of one turn if it does not end
+    on_partial: Callable[[PartialResponse], None] = lambda partial: None
+
+    def seeded(self, turn: int) -> SamplingParams:
+        """Return the parameters of a turn's request.
+
+        SGLang mixes the position of a token into the seed: a response that goes on with a partial
+        one, in the same turn, gets the same tokens as without the break.
+        """
+        return replace(self.params, sampling_seed=seed_from(*self.seeds, turn))
+
+
 @dataclass(eq=False)
 class Trajectory:
     """One response as it grows.
@@ -80,7 +104,7 @@ class Trajectory:
     The arrays are [L], its length so far; they are replaced, never written into.
     """
 
-    prompt_tokens: tuple[int, ...]  # with an environment's opening
+    prompt_tokens: TokenIds  # with an environment's opening
     tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
     log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
     loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
@@ -89,11 +113,23 @@ class Trajectory:
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
     num_turns: int = 0  # of the model
     servers: list[str] = field(default_factory=list)  # URLs of the servers that wrote its turns
-    # "stop": by itself; "length", "turns", "time": by a limit; "environment": by its failure
+    # "stop": by itself; "length", "turns", "time": by a limit; "environment", "agent":
+    # by its failure
     finish_reason: str = "stop"
-    # of the environment; without it the reward function scores the response
+    # of the environment or agent; without it the reward function scores the response
     verdict: RewardResult | None = None
     solved: bool | None = None  # last word of the environment; None without one
+    others: tuple[Branch, ...] = ()  # an agent's further branches
+
+    @property
+    def last_tokens(self) -> np.ndarray:
+        """Return the response of the last branch, the one to score."""
+        return self.others[-1].response_tokens if self.others else self.tokens
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the longest branch's response."""
+        return max(len(self.tokens), *(len(branch.response_tokens) for branch in self.others), 0)
 
     def add_model_turn(self, generation: Generation) -> None:
         """Add a turn of the model."""
@@ -139,27 +175,20 @@ class Trajectory:
         self.solved = self.solved if observation.correct is None else observation.correct
         self.verdict = RewardResult(score, score > 0 if self.solved is None else self.solved)
 
-    def fail(self, reason: str) -> None:
-        """End it by a failure of the environment: rewards so far count, the task is not solved."""
-        self.finish_reason = "environment"
+    def fail(self, reason: str, who: Literal["environment", "agent"] = "environment") -> None:
+        """End it by a failure: rewards so far count, the task is not solved."""
+        self.finish_reason = who
         score = self.verdict.score if self.verdict else 0.0
-        self.verdict = RewardResult(score, correct=False, error=f"environment: {reason}")
+        self.verdict = RewardResult(score, correct=False, error=f"{who}: {reason}")
 
 
-async def single_turn(
-    prompt: Prompt,
-    params: SamplingParams,
-    generate: Generate,
-    begun: PartialResponse | None = None,
-    on_partial: Callable[[PartialResponse], None] = lambda partial: None,
-) -> Trajectory:
-    """Return a trajectory of one response, without an environment.
+Play = Callable[[TrajectoryStart], Awaitable[Trajectory]]
+"""A way to a whole trajectory. Raises Aborted if it is aborted, and the errors of `generate`."""
 
-    begun: its beginning, not asked for again.
-    on_partial: called with the unfinished response if it does not end.
 
-    Raises Aborted if it is aborted, and the errors of `generate`.
-    """
+async def single_turn(start: TrajectoryStart) -> Trajectory:
+    """Return a trajectory of one response, without an environment: a `Play`."""
+    prompt, params, begun, on_partial = start.prompt, start.seeded(0), start.begun, start.on_partial
     trajectory = Trajectory(prompt.tokens)
     if begun is not None:
         trajectory.resume(begun, params.max_new_tokens)
@@ -171,7 +200,7 @@ async def single_turn(
     so_far = joined(TOKEN, prompt.tokens, trajectory.tokens)
     budget = Budget()
     try:
-        generation = await generate(so_far, replace(params, max_new_tokens=rest), budget)
+        generation = await start.generate(so_far, replace(params, max_new_tokens=rest), budget)
     except BaseException:  # also if it is cancelled
         if budget.answer.parts is not None:
             trajectory.add_model_turn(budget.answer.parts)
@@ -190,43 +219,30 @@ async def single_turn(
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Plays trajectories of several turns.
-
-    `SamplingParams.max_new_tokens` limits a whole response, the environment's tokens included.
-    """
+    """Plays trajectories of several turns."""
 
     environments: EnvironmentPool
     tokenizer: Tokenizer
     data: DataConfig  # chat template, and the limit of a prompt with the environment's opening
     keys: MultiTurnConfig  # limits of turns and seconds
 
-    async def play(self, prompt: Prompt, params: SamplingParams, generate: Generate, seed: int = 0) -> Trajectory:
-        """Return a whole trajectory.
+    async def play(self, start: TrajectoryStart) -> Trajectory:
+        """Return a whole trajectory: a `Play`.
 
-        A failure of its environment ends it and stands in its verdict.
-
-        seed: of the random generators of the environment's process.
-
-        Raises UserError if the chat template refuses the environment's messages, and the errors of
-        `generate`.
+        A failure of its environment ends it and stands in its verdict. Raises UserError if the chat
+        template refuses the environment's messages.
         """
-        trajectory = Trajectory(prompt.tokens)
+        trajectory = Trajectory(start.prompt.tokens)
         try:
-            async with self.environments.session(seed) as environment:
-                trajectory.finish_reason = await self._play(trajectory, prompt, environment, params, generate)
+            async with self.environments.session(seed_from(*start.seeds)) as environment:
+                trajectory.finish_reason = await self._play(trajectory, start, environment)
         except EnvironmentFailure as failure:
             trajectory.fail(failure.reason)
         return trajectory
 
-    async def _play(
-        self,
-        trajectory: Trajectory,
-        prompt: Prompt,
-        environment: EnvironmentSession,
-        params: SamplingParams,
-        generate: Generate,
-    ) -> str:
+    async def _play(self, trajectory: Trajectory, start: TrajectoryStart, environment: EnvironmentSession) -> str:
         """Fill the trajectory; return the reason of its end."""
+        prompt = start.prompt
         budget = Budget(self.keys.timeout_s)
         task = Task(prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         with budget.charge():
@@ -237,13 +253,14 @@ class MultiTurn:
             return "stop"
         environment_tokens: tuple[int, ...] = ()  # they count once the model answered them
         while True:
-            room = params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
+            room = start.params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
             if room <= 0:  # to answer
                 return "length"
+            params = start.seeded(trajectory.num_turns)
             turn = replace(params, max_new_tokens=min(room, self.keys.max_tokens_per_turn or room))
             try:
                 so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.tokens, environment_tokens)
-                generation = await generate(so_far, turn, budget)
+                generation = await start.generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
             if generation.finish_reason == "abort":  # an environment's state cannot be restored

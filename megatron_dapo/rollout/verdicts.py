@@ -5,12 +5,15 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.config.key_names import AGENT, MULTI_TURN
 from megatron_dapo.config.schema.run import RewardConfig
 from megatron_dapo.data.samples import Group, Sample
 
 _SLOW_CURE = ", or give it more reward.timeout_s and load at import what takes long"
 _SHOWN_CHARS = 200
-_KINDS = ("exception", "timeout", "crash", "environment")
+# kind that is a key's alone -> the key
+_OF_KEY = {"environment": f"{MULTI_TURN}.environment", "agent": AGENT}
+_KINDS = ("exception", "timeout", "crash", *_OF_KEY)
 
 
 class TooFewVerdicts(UserError):
@@ -80,8 +83,8 @@ class VerdictCheck:
 
     def _scorers(self) -> str:
         """Return the config keys, with values, of the sources of verdicts."""
-        if self._failures["environment"] == self._failures.total():
-            return "actor_rollout_ref.rollout.multi_turn.environment"
+        if len(self._failures) == 1 and (key := _OF_KEY.get(next(iter(self._failures)))):
+            return key
         reward = self._reward
         function = None if reward.function == "none" else reward.function
         keys = ("reward.function", "reward.model.path", "reward.judge.url")

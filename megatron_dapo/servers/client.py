@@ -59,6 +59,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1  # -1 = off
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a response; they stay in its tokens
     # in [-2^63, 2^63); read only by servers with deterministic inference: they take 42 for all
     # requests without a seed
     sampling_seed: int = 0
@@ -146,7 +147,7 @@ class SGLangClient:
         """
         request = {
             "input_ids": token_array(prompt_tokens, TOKEN, "token id"),
-            "sampling_params": {**asdict(sampling), "stop_token_ids": list(sampling.stop_token_ids)},
+            "sampling_params": asdict(sampling),
             "return_logprob": True,
             **({"rid": request_id} if request_id else {}),
             **({"cache_salt": cache_salt} if cache_salt else {}),

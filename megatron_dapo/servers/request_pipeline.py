@@ -15,7 +15,7 @@ _NO_LINGERING = struct.pack("ii", 1, 0)  # struct linger: on, for 0 seconds
 
 
 @dataclass(frozen=True)
-class Answer:
+class ServerAnswer:
     """An answer of a server."""
 
     status: int  # of HTTP
@@ -45,7 +45,7 @@ class RequestPipeline:
         self._turn = asyncio.Lock()  # lets its waiters in as they came
         self._num_failed_connections = 0
 
-    async def post(self, route: str, body: bytes) -> Answer:
+    async def post(self, route: str, body: bytes) -> ServerAnswer:
         """Send a JSON document and return the answer. Requests go out in the order of the calls.
 
         A cancelled call ends the connection, and with it the calls under way. The server takes up
@@ -98,7 +98,7 @@ class RequestPipeline:
 class _Exchange:
     """One request and the part of its answer so far."""
 
-    answer: asyncio.Future[Answer]
+    answer: asyncio.Future[ServerAnswer]
     parser: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
     response: h11.Response | None = None
     body: bytearray = field(default_factory=bytearray)
@@ -122,7 +122,7 @@ class _Exchange:
         assert self.response is not None, "the end of a message comes after its beginning"
         content_type = dict(self.response.headers).get(b"content-type", b"").decode("latin-1")
         if not self.answer.done():
-            self.answer.set_result(Answer(self.response.status_code, content_type, bytes(self.body)))
+            self.answer.set_result(ServerAnswer(self.response.status_code, content_type, bytes(self.body)))
 
 
 class _Connection(asyncio.Protocol):
@@ -133,7 +133,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._exchanges: deque[_Exchange] = deque()
 
-    def send(self, request: h11.Request, body: bytes) -> asyncio.Future[Answer]:
+    def send(self, request: h11.Request, body: bytes) -> asyncio.Future[ServerAnswer]:
         """Write a request behind the sent ones; return its answer to come."""
         exchange = _Exchange(asyncio.get_running_loop().create_future())
         head = exchange.parser.send(request) or b""

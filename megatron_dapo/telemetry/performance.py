@@ -69,7 +69,7 @@ def mfu_metrics(
         peak: FLOP/s of one GPU in the model's dtype.
     """
     samples = [sample for group in groups for sample in group.samples]
-    lengths = [sample.num_tokens for sample in samples]
+    lengths = [row.num_tokens for sample in samples for row in sample.branches]
     num_answered = sum(sample.num_written_tokens for sample in samples)
     return {
         name: work.num_passes * work.flops(spec, lengths, num_answered, lora) / (work.seconds * num_gpus * peak)
@@ -141,4 +141,4 @@ def server_ranks(config: Config, metrics: Mapping[str, float]) -> int:
 
 
 def _num_tokens(groups: Sequence[Group]) -> int:
-    return sum(sample.num_tokens for group in groups for sample in group.samples)
+    return sum(row.num_tokens for group in groups for sample in group.samples for row in sample.branches)

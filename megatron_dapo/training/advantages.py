@@ -119,16 +119,21 @@ def _per_group(
 ) -> tuple[StepShard, dict[str, float]]:
     """Estimate from R_i - beta * sum_t KL_t, then the estimator over the group again.
 
-    A sample's KL is summed over its counted tokens, since GRPO sums token rewards before it
-    compares a group. The controller sees the mean over the new samples of their mean KL per token.
+    A sample's KL is summed over the counted tokens of all its rows, since GRPO sums token rewards
+    before it compares a group. The controller sees the mean over the new samples of their mean KL
+    per token.
     """
-    # sample -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older
+    # row -> (sum over its tokens; number of tokens, 0 of a replayed sample: its KL was an older
     # policy's)
-    kl_of_sample: dict[int, tuple[float, float]] = {}
+    kl_of_row: dict[int, tuple[float, float]] = {}
     if layout.is_last_stage and layout.counts_tokens:
         for batch in _batches(shard):
-            kl_of_sample.update(_kl_by_sample(batch, config.algorithm.kl_penalty))
-    kl_of_sample = {sample: kl for part in layout.gather(kl_of_sample) for sample, kl in part.items()}
+            kl_of_row.update(_kl_by_row(batch, config.algorithm.kl_penalty))
+    kl_of_row = {row: kl for part in layout.gather(kl_of_row) for row, kl in part.items()}
+    kl_of_sample: dict[int, tuple[float, float]] = {}
+    for first, earned in shard.rewards.items():
+        of_rows = [kl_of_row[first + place] for place in range(len(earned.factors))]
+        kl_of_sample[first] = sum(kl for kl, _ in of_rows), sum(tokens for _, tokens in of_rows)
     penalised = {
         sample: earned._replace(reward=earned.reward - controller.value * kl_of_sample[sample][0])
         for sample, earned in shard.rewards.items()
@@ -160,7 +165,7 @@ def _kl(batch: MicroBatch, kind: str) -> Tensor:
     return torch.where(batch.loss_mask != 0, kl, 0.0)
 
 
-def _kl_by_sample(batch: MicroBatch, kind: str) -> dict[int, tuple[float, float]]:
+def _kl_by_row(batch: MicroBatch, kind: str) -> dict[int, tuple[float, float]]:
     tokens = batch.by_sample(((batch.loss_mask != 0) & (batch.exp_mask == 0)).double())
     kl = batch.by_sample(_kl(batch, kind))
     return {i: (float(values.sum()), float(tokens[i].sum())) for i, values in kl.items()}

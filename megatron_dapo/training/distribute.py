@@ -6,6 +6,7 @@ from itertools import chain
 
 import numpy as np
 
+from megatron_dapo.agents.credit import load_credit
 from megatron_dapo.common.garbage import collection_paused
 from megatron_dapo.config.derived import advantage_estimator, critic_batching, uses_critic, uses_kl_in_reward
 from megatron_dapo.config.schema.config import Config
@@ -27,10 +28,12 @@ class StepShard:
     mini_batches: list[list[MicroBatch]]
     """One list of micro-batches per optimizer step."""
     rewards: dict[int, SampleReward]
-    """Of ALL samples, by sample_id, if advantages need the models' scores (see
+    """Of ALL samples, by sample_id of the first row, if advantages need the models' scores (see
     `estimate_advantages`)."""
     critic_mini_batches: list[list[MicroBatch]] = field(default_factory=list)
     """The same samples in the critic's cut; [] without a critic."""
+    num_shown: int = 0
+    """Rows, the first ones, of the groups whose tokens are kept for people."""
 
     def with_mini_batches(self, mini_batches: list[list[MicroBatch]]) -> "StepShard":
         return replace(self, mini_batches=mini_batches)
@@ -48,17 +51,18 @@ class StepDistributor:
         self._experts = ExpertCut.make(config, spec, routed_layers, layout)
         self._layout = layout
         self._cutter = Cutter(config, layout, spec)
+        self._credit = load_credit(config.actor_rollout_ref.rollout.agent.credit)
 
     @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:
         """Return this rank's shard of the step. groups: the rollout step's, on rank 0; None on
         other ranks."""
         outgoing = self._layout.agreement.each(f"cutting the batch of step {step}", self._parts, step, groups)
-        actors, critics, rewards = from_flat_pickle(self._layout.hand_out(outgoing))
+        actors, critics, rewards, num_shown = from_flat_pickle(self._layout.hand_out(outgoing))
         mini_batches = self._collated(actors)
         if self._experts is not None:
             mini_batches = self._experts.added(actors, mini_batches)
-        return StepShard(mini_batches, rewards, self._collated(critics))
+        return StepShard(mini_batches, rewards, self._collated(critics), num_shown)
 
     def _parts(self, step: int, groups: Sequence[Group] | None) -> list[np.ndarray] | None:
         """Return on rank 0, which has the groups, the part of each data-parallel rank."""
@@ -69,7 +73,7 @@ class StepDistributor:
 
     def _cut(self, step: int, groups: Sequence[Group]) -> list[tuple]:
         """Return, per data-parallel rank: (samples by [mini-batch][micro-batch] of the actor, the
-        same of the critic, rewards of all samples if needed)."""
+        same of the critic, rewards of all samples if needed, number of shown rows)."""
         config = self._config
         shaping = config.algorithm.overlong_reward_shaping
         samples = assemble(
@@ -77,6 +81,7 @@ class StepDistributor:
             estimator=config.algorithm.adv_estimator,
             normalize_by_std=config.algorithm.norm_adv_by_std_in_grpo,
             filter_truncated=shaping.enable and shaping.filter_truncated,
+            credit=self._credit,
         )
         actor = config.actor_rollout_ref.actor
         if self._experts is not None:
@@ -84,10 +89,12 @@ class StepDistributor:
         seed = f"{config.trainer.seed}:{step}" if actor.shuffle else None
         schedules = [self._cutter.schedule(mini) for mini in mini_batches(samples, actor.ppo_mini_batch_size, seed)]
         waits = uses_kl_in_reward(config) or advantage_estimator(config).per_token
-        rewards = sample_rewards(groups) if waits else {}
+        rewards = sample_rewards(groups, self._credit) if waits else {}
+        shown = groups[: config.actor_rollout_ref.rollout.dump_samples]
+        num_shown = sum(len(sample.branches) for group in shown for sample in group.samples)
         critics = self._critic_schedules(samples, schedules, seed) if uses_critic(config) else []
         return [
-            ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards)
+            ([plan[dp_rank] for plan in schedules], [plan[dp_rank] for plan in critics], rewards, num_shown)
             for dp_rank in range(self._layout.dp)
         ]
 

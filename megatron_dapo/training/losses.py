@@ -76,7 +76,12 @@ class _BuiltInLoss:
     def tokens(self, batch: MicroBatch) -> TokenBatch:
         """Return the loss's inputs per token."""
         weights, count = token_weights(
-            self.aggregation, batch.loss_mask, batch.segment_ids, batch.num_segments, self.max_response_length
+            self.aggregation,
+            batch.loss_mask,
+            batch.segment_ids,
+            batch.num_segments,
+            self.max_response_length,
+            trajectories=batch.trajectories,
         )
         return TokenBatch(
             weights=weights,

@@ -12,12 +12,13 @@ from megatron_dapo.config.derived import uses_servers
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
 from megatron_dapo.data.packing import MicroBatch
-from megatron_dapo.data.samples import Group, Sample
+from megatron_dapo.data.samples import Branch, Group
 from megatron_dapo.data.token_dump import TokenDump, TokenTexts
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.training.distribute import StepShard
 
 log = logging.getLogger(__name__)
 
@@ -41,29 +42,29 @@ class TokenDumps:
         knows = layout.is_last_stage and layout.counts_tokens
         self._senders = [rank for rank, known in enumerate(layout.gather(knows)) if known] if self._num_groups else []
 
-    def write(self, step: int, groups: Sequence[Group] | None, mini_batches: Sequence[Sequence[MicroBatch]]) -> None:
-        """Write the file of a step. groups: all of the step, on rank 0. mini_batches: with
-        log-probs and advantages."""
+    def write(self, step: int, groups: Sequence[Group] | None, shard: StepShard) -> None:
+        """Write the file of a step. groups: all of the step, on rank 0. shard: with log-probs and
+        advantages."""
         if not self._senders:
             return
         local_values: Values = {}
         if self._layout.rank in self._senders:
-            num_samples = self._num_groups * self._config.actor_rollout_ref.rollout.n
-            local_values = _values_of(chain.from_iterable(mini_batches), num_samples)
+            local_values = _values_of(chain.from_iterable(shard.mini_batches), shard.num_shown)
         parts = self._layout.collect(flat_pickle(local_values), self._senders)
         if groups is None:
             return
         values = {sample: known for part in parts for sample, known in from_flat_pickle(part).items()}
-        samples = [sample for group in groups[: self._num_groups] for sample in group.samples]
+        shown = groups[: self._num_groups]
+        branches = [branch for group in shown for sample in group.samples for branch in sample.branches]
         try:
-            self._dump(samples, values).write(self._run.rollout_tokens(step))
+            self._dump(branches, values).write(self._run.rollout_tokens(step))
         except OSError as error:  # a dump for people must not end the run
             log.warning("the tokens of step %d cannot be written (%s)", step, error)
 
-    def _dump(self, samples: Sequence[Sample], values: Values) -> TokenDump:
+    def _dump(self, branches: Sequence[Branch], values: Values) -> TokenDump:
         if self._texts is None:
             self._texts = TokenTexts(load_tokenizer(ModelFolder.of(self._config.actor_rollout_ref.model.path).hf))
-        responses = [_response(sample, values.get(number, {})) for number, sample in enumerate(samples)]
+        responses = [_response(branch, values.get(number, {})) for number, branch in enumerate(branches)]
         tokens = [response["tokens"] for response in responses]
         return TokenDump.of_responses(responses, self._texts.of(np.concatenate(tokens)) if tokens else {})
 
@@ -87,18 +88,19 @@ def _values_of(batches: Iterator[MicroBatch], num_samples: int) -> Values:
     return values
 
 
-def _response(sample: Sample, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a response's values per token. An environment's tokens have neither advantage nor
+def _response(branch: Branch, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return a row's values per token of its response. Uncounted tokens have neither advantage nor
     difference."""
-    unknown = np.full(sample.num_response_tokens, np.nan, dtype=np.float32)
+    length = len(branch.response_tokens)
+    unknown = np.full(length, np.nan, dtype=np.float32)
     response = {
-        "tokens": sample.response_tokens,
-        "loss_mask": sample.loss_mask,
-        "weight_versions": sample.weight_versions,
-        "rollout_log_probs": sample.rollout_log_probs,
+        "tokens": branch.response_tokens,
+        "loss_mask": branch.loss_mask,
+        "weight_versions": branch.weight_versions,
+        "rollout_log_probs": branch.rollout_log_probs,
     }
     for name in ("advantages", "log_prob_diffs"):
         known = values.get(name)
-        ours = unknown if known is None else known[len(known) - sample.num_response_tokens :]
-        response[name] = np.where(sample.loss_mask != 0, ours, unknown)
+        ours = unknown if known is None else known[len(known) - length :]
+        response[name] = np.where(branch.loss_mask != 0, ours, unknown)
     return response

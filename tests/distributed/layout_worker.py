@@ -51,7 +51,7 @@ from megatron_dapo.training.policy import MiniBatch, Policy
 from megatron_dapo.training.reference import ActorAsReference, Reference
 from megatron_dapo.training.token_dumps import TokenDumps
 from tests.distributed.process_groups import leave
-from tests.synthetic import synthetic_groups, with_experts, with_older, with_replayed
+from tests.synthetic import synthetic_groups, with_branches, with_experts, with_older, with_replayed
 
 COMMON = [
     "data.train_batch_size=8",
@@ -101,6 +101,8 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
         groups = with_older(groups)
     if groups and replays_servers_experts(config):
         groups = with_experts(groups, RouterShape.of(policy.model.spec))
+    if groups and config.actor_rollout_ref.rollout.agent.enable:
+        groups = with_branches(groups)
     shard = StepDistributor(config, layout, policy.model.spec, policy.model.routed_layers)(0, groups)
     scored = shard.mini_batches
     if needs_reference(config):
@@ -115,7 +117,7 @@ def run_variant(model_path: str, layout: ParallelLayout, sizes: dict, overrides:
     scored = shard.mini_batches
     result = {"num_micro_batches": [len(mini) for mini in scored]}
     result["estimates"] = estimates_by_sample(scored, layout)
-    result["dump"] = dumped(config, layout, groups, scored)
+    result["dump"] = dumped(config, layout, groups, shard)
     with first_step_recorded(policy, result):
         result["metrics"] = {**policy.update(scored, weight_version=0), **extra}
     source = policy.weight_source()
@@ -177,14 +179,12 @@ def estimates_by_sample(mini_batches: list[list[MicroBatch]], layout: ParallelLa
     return estimates
 
 
-def dumped(
-    config: Config, layout: ParallelLayout, groups: list[Group] | None, mini_batches: list[list[MicroBatch]]
-) -> dict | None:
+def dumped(config: Config, layout: ParallelLayout, groups: list[Group] | None, shard: StepShard) -> dict | None:
     """Rank 0's records of the first groups' tokens; None with `dump_samples` 0,
     and on the others."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder)).create()
-        TokenDumps(config, layout, run).write(1, groups, mini_batches)
+        TokenDumps(config, layout, run).write(1, groups, shard)
         dump = TokenDump.read(run.rollout_tokens(1))
     return dump and {name: torch.from_numpy(value) for name, value in vars(dump).items() if name != "texts"}
 

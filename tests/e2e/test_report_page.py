@@ -14,7 +14,7 @@ from megatron_dapo.commands.report.watch import make_server
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.browser import CHROMIUM, Browser
 from tests.proofs import amount
-from tests.report_runs import HOSTILE, write_run, write_step, write_validation
+from tests.report_runs import HOSTILE, TOOL, write_branches, write_run, write_step, write_validation
 
 pytestmark = [
     pytest.mark.e2e,
@@ -247,6 +247,41 @@ def test_texts_have_the_contrast_that_wcag_asks_for(page, theme):
         ".top nav a",
     ]
     assert {css: contrast(page, css) for css in parts if contrast(page, css) < 4.5} == {}
+
+
+def test_branches_of_an_agent_are_parts_of_its_answer_and_long_readings_are_folded(browser, tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    write_branches(run, 2)
+    write_report([run.path], tmp_path / "report.html")
+    browser.errors.clear()
+    browser.open((tmp_path / "report.html").as_uri())
+    status(browser, "Step 2: 2 answers in 1 groups")
+    assert browser.texts(".branch > summary") == [
+        f"branch {n} of 3 · {k} tokens" for n, k in ((1, 2), (2, 104), (3, 1))
+    ]
+    assert browser.do("[...document.querySelectorAll('.branch')].map(part => part.open)") == [True, False, False]
+    folded = (
+        "[...document.querySelectorAll('.branch > .text > .folded')].map(part => [part.textContent.length, part.open])"
+    )
+    assert browser.do(folded) == [[len("read: 60606 characters") + 6 + 101 * len(TOOL), False]]
+    browser.choose("#colour", "advantages")
+    browser.wait_for("document.querySelectorAll('.branch .token').length === 107")
+    assert [summary.rpartition(" · ")[2] for summary in browser.texts(".branch > summary")] == [
+        "A\u00a00.25",
+        "A\u00a00.50",
+        "A\u00a00.75",
+    ]
+    assert browser.texts(".branch > .text > .folded > summary") == ["read: 103 tokens"]
+    of_tokens = "[...document.querySelectorAll('.branch .token')].map(token => Boolean(token.style.background))"
+    assert browser.do(of_tokens) == [True] * 2 + [False] * 103 + [True] * 2
+    browser.do("document.querySelectorAll('.branch')[1].open = true")
+    browser.do("document.querySelectorAll('.branch > .text')[1].focus()")
+    browser.command("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight")  # over the folded ones
+    tip = browser.wait_for("!document.getElementById('tip').hidden && document.getElementById('tip').textContent")
+    assert tip.startswith('token 104 of 104: "42"') and "advantage 0.5" in tip
+    browser.choose("#search", "result 7")
+    browser.wait_for("view.words && [...document.querySelectorAll('.branch')].every(part => part.open)")
+    assert browser.errors == []
 
 
 def test_a_long_run_opens_and_is_not_too_large(browser, tmp_path):

@@ -97,6 +97,7 @@ def test_every_sampling_parameter_is_sent_so_that_no_default_of_the_server_acts(
         "top_p": 1.0,
         "top_k": -1,
         "stop_token_ids": [5],
+        "stop": [],
         "sampling_seed": 0,
     }
     assert "text" not in seen

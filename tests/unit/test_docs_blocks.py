@@ -5,12 +5,16 @@ import math
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from examples.arithmetic.demo import DEMO
 from launch.command_line import require_local
+from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.config.aliases import MAIN_SWITCH, canonical, names_in
@@ -18,7 +22,9 @@ from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.batching import assemble
 from megatron_dapo.envs.environment import Task
+from tests.synthetic import synthetic_groups, with_branches
 
 pytestmark = pytest.mark.unit
 
@@ -27,15 +33,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = PAGES[0].read_text(encoding="utf-8")
 SECTIONS = "|".join(Config.model_fields)
 # the user's own names follow
-FREE = ("reward.kwargs.", "actor_rollout_ref.rollout.multi_turn.environment_kwargs.")
+FREE = (
+    "reward.kwargs.",
+    "actor_rollout_ref.rollout.multi_turn.environment_kwargs.",
+    "actor_rollout_ref.rollout.agent.kwargs.",
+)
 
 
 def text_of(page: str) -> str:
     return (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-def fenced(page: str, language: str) -> str:
-    (block,) = re.findall(rf"(?s)```{language}\n(.*?)```", text_of(page))
+def fenced(page: str, language: str, part: str = "") -> str:
+    """The only block of this language with this part."""
+    (block,) = (block for block in re.findall(rf"(?s)```{language}\n(.*?)```", text_of(page)) if part in block)
     return block
 
 
@@ -140,7 +151,7 @@ def test_the_reward_function_of_the_page_gives_what_it_says():
 
 def test_the_loss_of_the_page_is_that_of_its_formula():
     names: dict = {}
-    exec(fenced("loss.md", "python"), names)
+    exec(fenced("loss.md", "python", "def gmpo"), names)
     log_probs = torch.tensor([-1.0, -7.0, -2.0], requires_grad=True)
     old = torch.tensor([-1.5, -3.0, -2.5])
     ones = torch.ones(3)
@@ -153,6 +164,15 @@ def test_the_loss_of_the_page_is_that_of_its_formula():
     assert [float(x) for x in metrics["actor/clipped_tokens"]] == [0.0, 4.0]
     loss.backward()
     assert log_probs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, math.exp(0.5)])
+
+
+def test_the_credit_of_the_page_is_that_of_the_last_branch():
+    names: dict = {}
+    exec(fenced("loss.md", "python", "def share"), names)
+    groups = with_branches(synthetic_groups(67, num_groups=1))
+    for sample in groups[0].samples:
+        assert names["share"](sample) == [*[0.0] * len(sample.others), 1.0]
+    assert [row.advantage for row in assemble(groups, credit=names["share"]) if row.advantage]
 
 
 def test_the_game_of_the_page_can_be_played():
@@ -171,6 +191,45 @@ def test_the_game_of_the_page_can_be_played():
     assert wrong.messages[0]["content"] == "No." and not wrong.done and wrong.correct is False
     assert right.done and right.reward == 1.0 and right.correct
     assert asyncio.run(played("3", "4"))[-1].done
+
+
+def test_the_agent_of_the_page_plays_with_a_model_at_a_url():
+    """The model's words: 6, then 7."""
+    names: dict = {}
+    exec(fenced("agents.md", "python"), names)
+    asked = []
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer k"
+        asked.append((await request.json())["messages"])
+        message = {"role": "assistant", "content": "6" if len(asked) % 2 else " 7"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        whole = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
+        return web.json_response(whole)
+
+    async def played(attempts: int) -> Outcome:
+        app = web.Application()
+        app.add_routes([web.post("/t/k/v1/chat/completions", answer)])
+        server = TestServer(app)
+        async with server:
+            model = SimpleNamespace(base_url=str(server.make_url("/t/k/v1")), key="k", name="m")
+            task = AgentTask("Guess!", [{"role": "user", "content": "Guess!"}], "games", "7")
+            return await names["play"](task, model, attempts=attempts)
+
+    assert asyncio.run(played(3)) == Outcome(1.0, True, metrics={"attempts": 2})
+    assert [message["content"] for message in asked[1]] == ["Guess!", "6", "No."]
+    asked.clear()
+    assert asyncio.run(played(1)) == Outcome(0.0)
+
+
+def test_the_lines_below_the_agents_of_the_page_are_configs():
+    lines = re.findall(r"(?m)^    (agent\..*)$", text_of("agents.md"))
+    assert len(lines) == 2
+    for line in lines:
+        words = shlex.split(line)
+        on = () if "agent.enable=true" in words else ("actor_rollout_ref.rollout.agent.enable=true",)
+        keys = [word if word.startswith("reward.") else f"actor_rollout_ref.rollout.{word}" for word in words]
+        validate(load_config(None, [*keys, *on]), None, check_files=False)
 
 
 def test_the_training_loop_of_the_page_runs():

@@ -8,10 +8,11 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-SECTIONS = "actor|critic|dapo|data|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
+SECTIONS = "actor|agent|critic|dapo|data|perf|prompt_length|replay|response_length|reward|rollout|train|val|weight_sync"
 
 # metrics with names put together by the code
 MADE_FROM_PARTS = {
+    "agent/NAME",
     "val/SOURCE/accuracy",
     "data/FILE/epoch",
     "rollout/factor/SERVER",

@@ -92,23 +92,26 @@ def test_whatever_ends_a_step_the_one_before_is_saved_first(error, is_asked_to_s
 
 def test_a_refused_batch_is_given_back_before_the_step_before_it_is_saved():
     """Otherwise the checkpoint would hold a rollout one step ahead of it, and the batch's prompts
-    would be lost."""
+    would be lost. The bad row, the third, is the second trajectory's: the first one has two."""
     done = []
+    first, second = (
+        SimpleNamespace(servers=(f"http://{name}:1",), branches=range(k)) for name, k in (("a", 2), ("b", 1))
+    )
     job = SimpleNamespace(
         _rollout=SimpleNamespace(refuse_batch=lambda: done.append("refused")),
         checkpoints=SimpleNamespace(rescue=lambda step, *_: done.append(f"step {step} saved")),
-        policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {0: (9.0, 1)}),
+        policy=SimpleNamespace(mismatch_by_sample=lambda batches, weight_version: {2: (9.0, 1)}),
         layout=SimpleNamespace(rank=0, agreement=SingleRank()),
         telemetry=NullTelemetry(),
         placement=placement_of(done),
         _max_mismatch=0.5,
-        _groups=[SimpleNamespace(samples=[SimpleNamespace(servers=("http://a:1",))])],
+        _groups=[SimpleNamespace(samples=[first, second])],
     )
     job._saved_if_lost = lambda step: Job._saved_if_lost(job, step)
     shard = SimpleNamespace(mini_batches=[])
     Job._refuse_foreign(job, 7, shard, 0.1)
     assert not done
-    with pytest.raises(ForeignSamples, match="step 7"):
+    with pytest.raises(ForeignSamples, match="step 7.* \\(http://b:1 by 9\\)"):
         Job._refuse_foreign(job, 7, shard, 9.0)
     assert done == ["refused", "to trainer", "step 6 saved"]
 

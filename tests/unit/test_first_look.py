@@ -86,6 +86,35 @@ def test_a_run_without_mistakes_starts(arguments, capsys):
     assert refusal(arguments, capsys) == ""
 
 
+APPENDED = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <eos> {% endfor %}"
+ASKS = "{% if add_generation_prompt %}<assistant> {% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "history", "words"),
+    [
+        (APPENDED + ASKS, "tokens", ""),
+        ("{{ messages | length }} " + APPENDED + ASKS, "tokens", ""),
+        (APPENDED + "{{ messages[0].content }} " + ASKS, "tokens", "set it to rendered, or use another template"),
+        (APPENDED + "{{ messages[0].content }} " + ASKS, "rendered", ""),
+    ],
+)
+def test_a_template_that_appended_turns_would_contradict_is_refused(template, history, words, arguments, capsys):
+    (folder,) = (word.partition("=")[2] for word in arguments if word.startswith("actor_rollout_ref.model.path"))
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    keys = ("enable=true", "command=[sh]", f"history={history}")
+    text = refusal(
+        [
+            *arguments,
+            "data.apply_chat_template=true",
+            "data.max_prompt_length=16",
+            *(f"actor_rollout_ref.rollout.agent.{key}" for key in keys),
+        ],
+        capsys,
+    )
+    assert (words in text) if words else not text
+
+
 def without(column: str) -> dict:
     return {name: value for name, value in ROW.items() if name != column}
 

@@ -384,7 +384,7 @@ def test_an_environment_that_waits_holds_no_slot():
             pool_of_environments = SimpleNamespace(session=lambda seed: Environment())
             keys = MultiTurnConfig(enable=True, max_turns=3, timeout_s=60.0)
             turns = MultiTurn(pool_of_environments, Words(), None, keys)
-            playing = Sampler(pool, AllRight(), Words(), sampler._keys, len(WORDS), multi_turn=turns)
+            playing = Sampler(pool, AllRight(), Words(), sampler._keys, len(WORDS), play=turns.play)
             running = sample(playing, draw(0, version=1), n=1)
             await asked.wait()
             assert pool.in_flight() == {} and pool.num_free_slots == 1

@@ -50,7 +50,7 @@ def test_what_fits_together_is_taken(overrides):
         ),
         ((*ON, f"{KEY}.step_timeout_s=700.0"), ["step_timeout_s is 700", "timeout_s 600"]),
         ((*ON, f"{KEY}.timeout_s=8000.0"), ["timeout_s is 8000", "actor_rollout_ref.rollout.step_timeout_s 7200"]),
-        (("reward.function=environment",), ["reward.function is environment", f"{KEY}.enable is false"]),
+        (("reward.function=environment",), ["reward.function is environment", f"set {KEY}.enable or"]),
     ],
 )
 def test_a_contradiction_is_one_sentence(overrides, words):

@@ -103,6 +103,33 @@ def assumptions(acceptance: float = 0.45) -> Assumptions:
     return Assumptions(HARDWARE["h100"], Lengths.with_mean(2000, 0.9, 20480), 170, acceptance)
 
 
+def test_a_step_with_agents_takes_their_tools_and_no_less_than_their_places():
+    quick = step_time.step_time(parts(update=2.0), RECIPE, LENGTHS, 0.5)
+    with_tools = step_time.step_time(replace(parts(update=2.0), tools=7.0), RECIPE, LENGTHS, 0.5)
+    assert with_tools.sampling == pytest.approx(quick.sampling + 7.0)
+    assert with_tools.step == pytest.approx(quick.step + 7.0)
+    few_places = replace(parts(update=2.0), tools=7.0, places=100.0)
+    assert step_time.step_time(few_places, RECIPE, LENGTHS, 0.5).sampling == 100.0
+    ahead = step_time.step_time(few_places, replace(RECIPE, max_staleness=2), LENGTHS, 0.5)
+    assert ahead.step == 100.0 and ahead.sampling == pytest.approx(100.0 - 3.5 - 0.25 - 0.125)
+    assert 0.9 < ahead.servers_idle < 1
+
+
+def test_rows_are_planned_as_responses(short_simulation):
+    """Three rows per trajectory are three times the responses, for the trainer and the servers."""
+    spec, keys = model_spec(model_json_named("qwen2.5-7b")), ["data.train_batch_size=64"]
+    agent = [f"actor_rollout_ref.rollout.agent.{text}" for text in ("enable=true", "command=[play]", "max_open=32")]
+    thrice = load_config(recipe("dapo_7b"), [*keys, "actor_rollout_ref.rollout.n=48"])
+    rows = replace(assumptions(), rows=3.0, tools_s=60.0)
+    run = phase_times(load_config(recipe("dapo_7b"), [*keys, *agent]), spec, rows)
+    same = phase_times(thrice, spec, assumptions())
+    assert (run.training, run.hand_over, run.score) == (same.training, same.hand_over, same.score)
+    assert step_time.step_recipe(load_config(recipe("dapo_7b"), keys), 1, 3.0) == step_time.step_recipe(thrice, 1)
+    writing = 3 * 2000 * (run.server.token_s + 32 / 2 * run.server.token_s_per_request)
+    assert run.places == pytest.approx(64 * 16 / 0.45 / 32 * (writing + 60), rel=1e-3)
+    assert same.places == 0
+
+
 def test_a_run_costs_its_steps_times_its_gpus(short_simulation):
     config = load_config(recipe("dapo_7b"), ["trainer.total_training_steps=100", "data.train_batch_size=64"])
     run = run_time(config, model_spec(model_json_named("qwen2.5-7b")), assumptions(), (0,))
@@ -160,7 +187,7 @@ def test_the_search_tries_all_that_chance_could_make_faster(seconds, is_tried, m
         search.Candidate({}, SimpleNamespace(step=95.0), None, 0, seconds),
     ]
     monkeypatch.setattr(search, "candidates", lambda *_: offered)
-    monkeypatch.setattr(search, "step_recipe", lambda config, _: config)
+    monkeypatch.setattr(search, "step_recipe", lambda config, *_: config)
     monkeypatch.setattr(search, "step_time", lambda parts, recipe, *_: recipe)
     ((_, best),) = search.search(source, config, assumptions(), (0,), number=1)
     assert best.step == (95.0 if is_tried else 100.0)
@@ -252,6 +279,7 @@ def test_groups_that_are_masked_are_not_sampled_anew(capsys, short_simulation):
         (["--config", recipe("dapo_7b"), "--hardware", "abacus"], "--hardware is abacus"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--config", recipe("dapo_7b"), "--mean-length", "30000"], "--mean-length is 30000"),
+        (["--config", recipe("dapo_7b"), "--rows", "0.5"], "--rows is 0.5"),
         (["--config", recipe("dapo_7b"), "actor_rollout_ref.model.path=models/mine"], "models/mine"),
         (
             ["--config", recipe("dapo_7b"), "--model", "llama-3.1-70b", "data.train_batch_size=64"],

@@ -379,6 +379,18 @@ def test_a_taken_port_is_named_with_its_holder():
     assert machine.ports("127.0.0.1", [port]).problem is None
 
 
+def test_the_ports_and_the_host_of_gateways_are_tried():
+    def found(*overrides):
+        return machine.gateways(load_config(None, [f"actor_rollout_ref.rollout.agent.{text}" for text in overrides]))
+
+    assert found("enable=true") == machine.Result("chosen at start")
+    assert "set actor_rollout_ref.rollout.agent.host to an address" in found("enable=true", "host=192.0.2.1").problem
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = port - 1 if port > 1024 else port
+        assert f"port {port} of 127.0.0.1" in found("enable=true", f"port={first}", "num_gateways=2").problem
+
+
 def test_too_few_open_files_are_reported_with_the_curing_command(monkeypatch):
     config = demo("actor_rollout_ref.rollout.max_concurrency=4096")
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))

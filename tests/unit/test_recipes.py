@@ -61,6 +61,7 @@ MODELS = {  # the sizes in the published config.json of each model
     "models/text/Qwen3.5-9B": model_json_named("qwen3.5-9b"),
     "models/text/Qwen3.5-35B-A3B": model_json_named("qwen3.5-35b-a3b"),
     "models/Qwen2.5-3B-Instruct": model_json_named("qwen2.5-3b"),
+    "models/Qwen3-8B": model_json_named("qwen3-8b"),
 }
 RECIPES_OF_GPUS = [name for name in RECIPES if load_config(CONFIGS / name, []).actor_rollout_ref.model.path in MODELS]
 ALL_FOUR_ON = {"clip_higher": True, "dynamic_sampling": True, "token_level_loss": True, "overlong_shaping": True}

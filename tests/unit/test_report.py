@@ -25,7 +25,7 @@ from megatron_dapo.common.ends import End, EndFolder, EndKind
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.report_runs import HOSTILE, START, write_run
+from tests.report_runs import HOSTILE, START, TOOL, write_branches, write_run
 
 pytestmark = pytest.mark.unit
 
@@ -258,6 +258,43 @@ def test_tokens_of_other_answers_are_not_shown(tmp_path):
     run.rollout_tokens(1).write_bytes(run.rollout_tokens(2).read_bytes())
     [first, _] = answer_files(run.path)
     assert tokens_bytes(first, first.groups()) is None
+
+
+def test_branches_of_a_trajectory_reach_the_page_with_their_tokens(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=1)
+    sample = write_branches(run, 2)
+    file = answer_files(run.path)[-1]
+    [group] = groups = file.groups()
+    first, second = group["responses"]
+    assert (first["text"], first["num_tokens"], first["num_turns"]) == (
+        f"godone\n\ngodone{TOOL * 101}42\n\ndone",
+        104,
+        4,
+    )
+    assert [branch["num_tokens"] for branch in first["branches"]] == [2, 104, 1]
+    assert [branch["prompt"] for branch in first["branches"]] == ["ask", "ask", " sum"]
+    read = {"by": "environment", "text": f"godone{TOOL * 101}"}
+    assert [branch["turns"] for branch in first["branches"]] == [
+        [{"by": "model", "text": "godone"}],
+        [read, {"by": "model", "text": "42"}],
+        [{"by": "model", "text": "done"}],
+    ]
+    assert "turns" not in first and "branches" not in second and len(sample.branches) == 3
+    content = tokens_bytes(file, groups)
+    head = json.loads(content[4 : 4 + int(np.frombuffer(content, "<u4", 1)[0])])
+    assert head["lengths"] == [2, 104, 1, 1] and head["advantages"] == [0.25, 0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("branches", [5, [], [7], [{"num_tokens": "2"}], [{}, {}], {"num_tokens": 2}, None])
+def test_branches_of_the_wrong_kind_are_left_out(tmp_path, branches):
+    run = write_run(tmp_path / "run", num_steps=1)
+    write_branches(run, 2)
+    line = json.loads(run.rollout(2).read_text())
+    line["responses"][0]["branches"] = branches
+    run.rollout(2).write_text(json.dumps(line) + "\n")
+    file = answer_files(run.path)[-1]
+    groups = file.groups()
+    assert len(groups[0]["responses"]) == 2 and tokens_bytes(file, groups) is None
 
 
 def ask(url: str, path: str = "tokens/0/trained/1", host: str = "localhost", query: str | None = None) -> int:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_dapo.servers.client import SGLangClient
-from megatron_dapo.servers.request_pipeline import Answer, RequestPipeline, _Connection
+from megatron_dapo.servers.request_pipeline import RequestPipeline, ServerAnswer, _Connection
 from megatron_dapo.servers.server_error import KeyRefused, ServerError
 from tests.helpers import free_port
 
@@ -81,7 +81,7 @@ def test_a_server_takes_up_requests_one_by_one_in_the_order_of_the_calls_whateve
 
     sizes = [300_000, 3, 200_000, 2, 1, 100_000]
 
-    async def run() -> list[Answer]:
+    async def run() -> list[ServerAnswer]:
         async with server(handle) as url:
             pipeline = RequestPipeline(url, {})
             return await asyncio.gather(*(pipeline.post("/do", b"x" * size) for size in sizes))
@@ -95,7 +95,7 @@ def test_a_server_takes_up_requests_one_by_one_in_the_order_of_the_calls_whateve
 
 
 def test_the_next_request_is_there_before_the_answer_to_the_last_one():
-    async def run() -> list[Answer]:
+    async def run() -> list[ServerAnswer]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             for number in (b"1", b"2"):
                 # never, if the second waits for an answer
@@ -205,7 +205,7 @@ def test_answers_are_the_same_wherever_their_bytes_are_cut(cuts: list[int]):
     data = b"".join(ANSWERS)
     bounds = [0, *sorted(cuts), len(data)]
 
-    async def run() -> list[Answer]:
+    async def run() -> list[ServerAnswer]:
         connection = _Connection()
         connection._transport = SimpleNamespace(write=lambda data: None, close=lambda: None)
         request = h11.Request(method="POST", target="/", headers=[("Host", "a"), ("Content-Length", "0")])
@@ -215,7 +215,7 @@ def test_answers_are_the_same_wherever_their_bytes_are_cut(cuts: list[int]):
         assert connection.has_ended, "no answer is awaited"
         return [await future for future in futures]
 
-    assert asyncio.run(run()) == [Answer(400, "text/plain", b"none"), Answer(200, "", b"onetwo")]
+    assert asyncio.run(run()) == [ServerAnswer(400, "text/plain", b"none"), ServerAnswer(200, "", b"onetwo")]
 
 
 UPDATE = {"names": ["w"], "dtypes": ["float32"], "shapes": [(1,)], "group_name": "g", "weight_version": 1}

@@ -26,7 +26,7 @@ from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rewards.shaping import unshaped
 from megatron_dapo.rollout.batch_files import read_batch, write_batch
 from megatron_dapo.rollout.sampling import Sampler, _to_sample
-from megatron_dapo.rollout.trajectory import Budget, Trajectory, single_turn
+from megatron_dapo.rollout.trajectory import Budget, Trajectory, TrajectoryStart, single_turn
 from megatron_dapo.servers.client import ExpertQuestion, Generation, SamplingParams
 from megatron_dapo.servers.run_servers import _of_reward_model
 from megatron_dapo.servers.server import Server
@@ -129,9 +129,8 @@ def test_a_response_that_goes_on_after_a_stop_gets_the_experts_of_all_of_it():
 
     begun = Trajectory((1, 2))
     begun.add_model_turn(Generation((3, 9), (-0.5,) * 2, "abort", (7, 7)))
-    trajectory = asyncio.run(
-        single_turn(Prompt(0, "", (1, 2), "", "", ""), SamplingParams(8), generate, begun.partial())
-    )
+    start = TrajectoryStart(Prompt(0, "", (1, 2), "", "", ""), SamplingParams(8), generate, begun=begun.partial())
+    trajectory = asyncio.run(single_turn(start))
     assert asked == [0]
     assert trajectory.tokens.tolist() == [3, 4, 5] and len(trajectory.routed_experts) == 4 * 4
 

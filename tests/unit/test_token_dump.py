@@ -13,8 +13,9 @@ from megatron_dapo.data.packing import collate
 from megatron_dapo.data.token_dump import TokenDump, TokenTexts
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.training.distribute import StepShard
 from megatron_dapo.training.token_dumps import TokenDumps
-from tests.synthetic import synthetic_groups
+from tests.synthetic import synthetic_groups, with_branches
 
 pytestmark = pytest.mark.unit
 
@@ -56,7 +57,8 @@ def written(folder, groups, mini_batches, num_groups: int = 2) -> TokenDump | No
     keys = [f"actor_rollout_ref.rollout.dump_samples={num_groups}", "actor_rollout_ref.rollout.n=2"]
     config = load_config(None, [f"actor_rollout_ref.model.path={BASE}", *keys])
     run = RunFolder(folder)
-    TokenDumps(config, OneRank(), run).write(1, groups, mini_batches)
+    num_shown = sum(len(sample.branches) for group in groups[:num_groups] for sample in group.samples)
+    TokenDumps(config, OneRank(), run).write(1, groups, StepShard(mini_batches, {}, num_shown=num_shown))
     return TokenDump.read(run.rollout_tokens(1))
 
 
@@ -77,6 +79,22 @@ def test_each_token_of_a_kept_response_has_the_trainers_values(tmp_path, groups,
         assert np.array_equal(dump.loss_mask[part], sample.loss_mask)
         # float16 has 11 bits; the server's own log-probs, near -4.5, lie in float32
         np.testing.assert_allclose(dump.rollout_log_probs[part], sample.rollout_log_probs, rtol=2**-11)
+        np.testing.assert_allclose(dump.log_prob_diffs[part][own], number / 100, atol=1e-5, rtol=2**-11)
+        np.testing.assert_allclose(dump.advantages[part][own], advantages[number], rtol=2**-10)
+        assert np.isnan(dump.advantages[part][~own]).all() and np.isnan(dump.log_prob_diffs[part][~own]).all()
+
+
+def test_every_branch_of_a_kept_trajectory_has_its_own_values(tmp_path, groups):
+    """Two groups of trajectories with branches; a token's values stand where it counts."""
+    groups = with_branches(groups)
+    dump = written(tmp_path, groups, micro_batches(groups, packed=True))
+    rows = [row for group in groups[:2] for sample in group.samples for row in sample.branches]
+    assert len(rows) > 4 and dump.lengths.tolist() == [len(row.response_tokens) for row in rows]
+    advantages = [row.advantage for row in assemble(groups)]
+    ends = np.cumsum(dump.lengths)
+    for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
+        part, own = slice(end - len(row.response_tokens), end), row.loss_mask == 1
+        assert np.array_equal(dump.tokens[part], row.response_tokens)
         np.testing.assert_allclose(dump.log_prob_diffs[part][own], number / 100, atol=1e-5, rtol=2**-11)
         np.testing.assert_allclose(dump.advantages[part][own], advantages[number], rtol=2**-10)
         assert np.isnan(dump.advantages[part][~own]).all() and np.isnan(dump.log_prob_diffs[part][~own]).all()

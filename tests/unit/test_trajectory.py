@@ -16,7 +16,7 @@ from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.envs.environment import Observation
 from megatron_dapo.envs.environment_pool import EnvironmentFailure
 from megatron_dapo.rewards.reward_result import RewardResult
-from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime
+from megatron_dapo.rollout.trajectory import Budget, MultiTurn, OutOfTime, TrajectoryStart
 from megatron_dapo.servers.client import Generation, SamplingParams
 from tests.unit.test_tokenizer import write_byte_level
 
@@ -93,7 +93,7 @@ def play(tokenizer, environment, model, max_tokens=200, chat=True, prompt=None, 
     multi_turn = MultiTurn(environment, tokenizer, data, keys)
     tokens, text = tokenizer.encode_prompt(MESSAGES, chat)
     prompt = prompt or Prompt(0, "", tokens, text, "test", "5", {"index": 0}, MESSAGES)
-    return asyncio.run(multi_turn.play(prompt, SamplingParams(max_new_tokens=max_tokens), model))
+    return asyncio.run(multi_turn.play(TrajectoryStart(prompt, SamplingParams(max_new_tokens=max_tokens), model)))
 
 
 def says(content, **fields):
@@ -316,7 +316,7 @@ def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_p
 
 
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):
-    write_byte_level(tmp_path, template="{{ messages[0].content }}")
+    write_byte_level(tmp_path, template="{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}")
     tokenizer = load_tokenizer(tmp_path)
     with pytest.raises(UserError, match="does not show an assistant's earlier words"):
         play(tokenizer, Turn(says("5")), Model(TALK))

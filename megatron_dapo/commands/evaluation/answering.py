@@ -96,7 +96,9 @@ async def answer(
             work.num_tokens += sample.num_written_tokens
             on_answer()
 
-        sampler = make_sampler(config, servers, rewards, tokenizer, environments, scorers, exact=True)
+        sampler = make_sampler(
+            config, servers, rewards, tokenizer, environments, scorers, exact=True, is_validation=True
+        )
         began = time.monotonic()
         await sample_answers(sampler, prompts, config, rewards, learned, keep, answers.records)
         work.seconds = time.monotonic() - began

@@ -340,6 +340,7 @@ def _settings(config: Config, model: Path, prompts: Sequence[Any]) -> dict[str, 
             for name in ("val_n", "val_temperature", "val_top_p", "stop_token_ids")
         },
         f"{_ROLLOUT}.multi_turn": rollout.multi_turn.model_dump(mode="json") if rollout.multi_turn.enable else None,
+        **({f"{_ROLLOUT}.agent": rollout.agent.model_dump(mode="json")} if rollout.agent.enable else {}),
         "reward.function": config.reward.function,
         "reward.kwargs": config.reward.kwargs,
         **_settings_of_scorers(config),

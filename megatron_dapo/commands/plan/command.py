@@ -64,6 +64,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_argument(
         "--acceptance", metavar="SHARE", type=_share, help="groups with signal; 0.45 if others are replaced, else 1"
     )
+    lengths.add_argument("--rows", metavar="R", type=_positive, default=1.0, help="of an agent's trajectory; 1")
+    lengths.add_argument("--tools-s", metavar="S", type=_positive, default=0.0, help="outside servers, of each; 0")
     lengths.add_argument(
         "--measured",
         metavar="RUN",
@@ -176,6 +178,8 @@ def _assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardwa
         raise UserError(f"--acceptance is {acceptance:g}, but the config replaces no groups; leave it out.")
     if acceptance < 1 and config.actor_rollout_ref.rollout.n < 2:
         raise UserError("actor_rollout_ref.rollout.n is 1: no group of one response carries signal; raise it.")
+    if arguments.rows < 1:
+        raise UserError(f"--rows is {arguments.rows:g}, but a trajectory has at least one row; give 1 or more.")
     efficiency = Efficiency(**{name: getattr(arguments, f"{name}_efficiency") for name in vars(_EFFICIENCY)})
     prompt = arguments.prompt_length or (run.prompt() if run else usual.prompt)
     return Assumptions(
@@ -187,6 +191,8 @@ def _assumptions(config: Config, arguments: argparse.Namespace, hardware: Hardwa
         arguments.server_tokens_s,
         arguments.hand_over_us / 1e6,
         _factors(run, hardware, efficiency),
+        arguments.rows,
+        arguments.tools_s,
     )
 
 

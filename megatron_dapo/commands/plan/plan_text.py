@@ -65,6 +65,9 @@ def _assumed(assumed: Assumptions, run: RunTime) -> Iterator[str]:
     )
     if run.parts.num_servers:
         yield f"{assumed.acceptance:.0%} of the groups carry signal"
+        if run.parts.places:
+            of_each = f"{assumed.rows:g} rows and {assumed.tools_s:g} s of tools"
+            yield f"trajectories have {of_each}; agent.max_open lets a step's through in {run.parts.places:.0f} s"
         yield f"a server decodes {speed.slots} requests at once, {speed.tokens_per_s:.0f} tokens/s then"
         yield f"the controller takes {run.parts.controller_share:.0%} of a core then, on rank 0's node"
     yield (

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_dapo.checks.model_checks import published_name, read_model_specs
+from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.sizes import GB, MB, ceil_div, format_gb
 from megatron_dapo.config.built_ins import POLICY_LOSSES
 from megatron_dapo.config.derived import (
@@ -206,6 +207,7 @@ def _rollout(config: Config) -> list[tuple[str, list[str]]]:
         ("rewards", [f"{_count(reward.num_workers, 'process', 'processes')}, {reward.timeout_s:g} s per answer"]),
         *_scorers(reward),
         *_environments(config),
+        *_agents(config),
         ("weight sync", [_weight_sync(config)]),
     ]
 
@@ -238,6 +240,20 @@ def _environments(config: Config) -> Iterator[tuple[str, list[str]]]:
     if keys.enable:
         workers = f"{_count(keys.num_workers, 'process', 'processes')}, {keys.step_timeout_s:g} s per answer"
         yield "environments", [f"{keys.environment}: {workers}, at most {_count(keys.max_turns, 'turn')}"]
+
+
+def _agents(config: Config) -> Iterator[tuple[str, list[str]]]:
+    keys = config.actor_rollout_ref.rollout.agent
+    if not keys.enable:
+        return
+    plays = f"{keys.function}: {_count(keys.num_workers, 'process', 'processes')}"
+    if keys.command:
+        plays = f"{' '.join(keys.command)}: a process each{' in a sandbox' if keys.sandbox else ''}"
+    at = f"{_count(keys.num_gateways, 'gateway')} on {keys.host}, {f'port {keys.port}' if keys.port else 'free ports'}"
+    if not is_loopback(keys.host):
+        at += ": whoever reaches this address may ask, and is answered only with a trajectory's key"
+    each = f"{_count(keys.max_open, 'trajectory', 'trajectories')} at once, {keys.timeout_s:g} s each"
+    yield "agents", [f"{plays}, {each}", at]
 
 
 def _staleness(config: Config) -> Iterator[str]:

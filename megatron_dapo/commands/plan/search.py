@@ -167,7 +167,7 @@ def search(
         if age and (least_s := with_larger_k.get(id(parts), 0.0)) > bound_s:
             heapq.heappush(waiting, (least_s, larger_first, position, candidate))
             continue
-        recipe = step_recipe(candidate.config, age)
+        recipe = step_recipe(candidate.config, age, assumed.rows)
         time = step_time(parts, recipe, assumed.responses, assumed.acceptance, source.simulate)
         with_larger_k[id(parts)] = time.step
         best = sorted([*best, (candidate, time)], key=lambda pair: pair[1].step)[:number]
@@ -241,7 +241,9 @@ def _staleness_keys(config: Config, max_staleness: int) -> dict[str, Any]:
 def _bound(config: Config, parts: PhaseTimes, assumed: Assumptions, max_staleness: int) -> float:
     """Return a lower bound of a step's seconds: of the trainer, and of servers with all slots in
     use; their sum if they take turns."""
-    num_responses = config.data.train_batch_size * config.actor_rollout_ref.rollout.n / assumed.acceptance
+    num_responses = (
+        step_recipe(config, max_staleness, assumed.rows).n * config.data.train_batch_size / assumed.acceptance
+    )
     writing = num_responses * assumed.responses.mean / (parts.num_servers * parts.server.tokens_per_s)
     still = parts.push + parts.moving
     training = parts.train_s + still

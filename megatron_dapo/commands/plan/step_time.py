@@ -31,6 +31,7 @@ from megatron_dapo.config.derived import (
     needs_reference,
     num_optimizer_steps_per_rollout_step,
     replaces_groups,
+    samples_per_rollout_step,
     shares_gpus,
     uses_critic,
     uses_servers,
@@ -93,6 +94,10 @@ class Assumptions:
     """Per token of a step."""
     factors: Factors = Factors()
     """Of an earlier run."""
+    rows: float = 1.0
+    """Branches of an agent's trajectory; each is planned as a response."""
+    tools_s: float = 0.0
+    """Seconds of a trajectory outside servers."""
 
     @classmethod
     def usual(cls, config: Config, hardware: Hardware) -> "Assumptions":
@@ -137,6 +142,10 @@ class PhaseTimes:
     their caches (weight_sync.pause_mode in_place)."""
     moving: float = 0.0
     """On shared GPUs: memory of the trainer to the host and back."""
+    tools: float = 0.0
+    """Of one trajectory."""
+    places: float = 0.0
+    """Of all trajectories of a step with agents in `agent.max_open` places, one after the other."""
 
     @property
     def train_s(self) -> float:
@@ -172,7 +181,7 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
     """Return the phase times of a config's step. critic: its spec, if its size differs."""
     hardware = assumed.hardware
     efficiency = assumed.efficiency
-    work = training_work(config, assumed.responses, assumed.prompt)
+    work = training_work(config, assumed.responses, assumed.prompt, assumed.rows)
     factors = assumed.factors
     training = training_time(spec, trainer_layout(config, spec), work, hardware, efficiency).slower_by(
         factors.update, factors.log_probs
@@ -207,7 +216,19 @@ def phase_times(config: Config, spec: ModelSpec, assumed: Assumptions, critic: M
         moving=2 * moving_s(config, moved_bytes(config, spec, critic), min(COPY_RATE, hardware.host_link_bandwidth))
         if shares_gpus(config)
         else 0.0,
+        tools=assumed.tools_s,
+        places=_seconds_in_places(config, speed, assumed),
     )
+
+
+def _seconds_in_places(config: Config, speed: ServerSpeed, assumed: Assumptions) -> float:
+    agent = config.actor_rollout_ref.rollout.agent
+    if not agent.enable:
+        return 0.0
+    at_once = min(agent.max_open / max(num_servers(config), 1), speed.slots)
+    writing = assumed.rows * assumed.responses.mean * (speed.token_s + at_once * speed.token_s_per_request)
+    num_trajectories = samples_per_rollout_step(config) / assumed.acceptance
+    return num_trajectories / agent.max_open * (writing + assumed.tools_s)
 
 
 def num_servers(config: Config) -> int:
@@ -246,13 +267,13 @@ def slots_in_cache(config: Config, spec: ModelSpec, assumed: Assumptions) -> int
     return in_cache if server.num_requests is None else min(in_cache, server.num_requests)
 
 
-def step_recipe(config: Config, max_staleness: int) -> Recipe:
-    """Return a config's way to draw prompts and train on them, at this max_staleness."""
+def step_recipe(config: Config, max_staleness: int, rows: float = 1.0) -> Recipe:
+    """Return a config's way to draw prompts and train on them, with as many responses as rows."""
     size = config.data.train_batch_size
     return Recipe(
         train_batch_size=size,
         gen_batch_size=gen_batch_size(config) if replaces_groups(config) else size,
-        n=config.actor_rollout_ref.rollout.n,
+        n=round(config.actor_rollout_ref.rollout.n * rows),
         max_staleness=max_staleness,
         num_steps=MEASURED_STEPS,
         warm_up=max(3, 2 * max_staleness + 1),
@@ -273,13 +294,14 @@ def step_time(
     machines = machines_of(parts, recipe, still)
     if recipe.max_staleness:
         speed = (simulate or simulated)(machines, recipe, responses, acceptance)
-        step = 1 / speed.steps_per_s
-        sampling, used = speed.wait_share * step, speed.slots_used
+        step = max(1 / speed.steps_per_s, parts.places)
+        sampling = step - (1 - speed.wait_share) / speed.steps_per_s
+        used = speed.slots_used / speed.steps_per_s / step
     else:  # servers write while the trainer waits, and only then
         speed = (simulate or simulated)(replace(machines, train_s=0.0, push_s=0.0), recipe, responses, acceptance)
-        sampling = 1 / speed.steps_per_s
+        sampling = max(1 / speed.steps_per_s + parts.tools, parts.places)
         step = sampling + parts.train_s + still
-        used = speed.slots_used * sampling / step
+        used = speed.slots_used / speed.steps_per_s / step
     return StepTime(
         max_staleness=recipe.max_staleness,
         step=step,
@@ -359,13 +381,14 @@ def run_time(
     parts = phase_times(config, spec, assumed, critic)
     if uses_servers(config):
         steps = tuple(
-            step_time(parts, step_recipe(config, age), assumed.responses, assumed.acceptance) for age in staleness
+            step_time(parts, step_recipe(config, age, assumed.rows), assumed.responses, assumed.acceptance)
+            for age in staleness
         )
     else:
         age = config.actor_rollout_ref.rollout.max_staleness
         steps = (StepTime(age, parts.train_s, 0.0, None, 0.0, trainer_idle=0.0, servers_idle=0.0),)
     num_gpus = world_size(config) + (0 if shares_gpus(config) else parts.num_servers * parts.server_tp)
-    tokens = training_work(config, assumed.responses, assumed.prompt).num_tokens
+    tokens = training_work(config, assumed.responses, assumed.prompt, assumed.rows).num_tokens
     return RunTime(
         parts=parts,
         steps=steps,

@@ -181,10 +181,10 @@ def trainer_layout(config: Config, spec: ModelSpec) -> TrainerLayout:
     )
 
 
-def training_work(config: Config, responses: Lengths, prompt: int) -> TrainingWork:
-    """Return the trainer's work in a config's rollout step."""
+def training_work(config: Config, responses: Lengths, prompt: int, rows: float = 1.0) -> TrainingWork:
+    """Return the trainer's work in a config's rollout step. rows: of each trajectory."""
     return TrainingWork(
-        samples_per_rollout_step(config),
+        round(samples_per_rollout_step(config) * rows),
         responses,
         prompt,
         num_mini_batches(config),

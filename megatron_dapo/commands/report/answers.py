@@ -33,19 +33,29 @@ def _turns(value: Any) -> list[dict] | None:
     return [turn for turn in turns if "text" in turn] or None
 
 
+def _branches(value: Any) -> list[dict] | None:
+    if not isinstance(value, list) or not all(isinstance(branch, dict) for branch in value):
+        return None
+    return [_picked(branch, _BRANCH_KEYS) for branch in value] or None
+
+
 Kinds = Mapping[str, Callable[[Any], Any]]
 """Key -> conversion to a value for the page's scripts, None for a wrong kind."""
 _GROUP_KEYS: Kinds = {"uid": _text, "prompt": _text, "ground_truth": _text, "data_source": _text, "masked": _switch}
+_BRANCH_KEYS: Kinds = {
+    "num_tokens": number,
+    "prompt": _text,
+    "turns": lambda value: _turns(value) if isinstance(value, list) else None,
+}
 _RESPONSE_KEYS: Kinds = {
+    **_BRANCH_KEYS,
     "text": _text,
     "reward": number,
     "raw_reward": number,
     "correct": _switch,
     "finish_reason": _text,
-    "num_tokens": number,
     "num_turns": number,
-    "turns": lambda value: _turns(value) if isinstance(value, list) else None,
-    "prompt": _text,
+    "branches": _branches,
     "answer": _text,
     "replayed": _switch,
     "reward_error": _text,
@@ -146,11 +156,13 @@ def tokens_bytes(file: StepFile, groups: list[dict]) -> bytes | None:
     - the token's age in versions relative to the newest (uint8),
     - log-probs, differences and advantages as `coded` bytes.
 
-    Unknown arrays are left out, and so are advantages if all tokens of a response have the same.
+    Unknown arrays are left out, and so are advantages if all tokens of a response have the same. A
+    response of several branches has a part for each of them.
     """
     dump = TokenDump.read(file.tokens) if file.tokens else None
     responses = [response for group in groups for response in group["responses"]]
-    if dump is None or dump.lengths.tolist() != [response.get("num_tokens") for response in responses]:
+    rows = [row for response in responses for row in response.get("branches", [response])]
+    if dump is None or dump.lengths.tolist() != [row.get("num_tokens") for row in rows]:
         return None
     ids = sorted(dump.texts)
     newest = int(dump.weight_versions.max(initial=0))

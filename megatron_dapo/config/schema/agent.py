@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megatron_dapo.config.schema.base import NumProcesses, NumRetries, PositiveInt, Seconds, Section
-from megatron_dapo.config.schema.rules import MayChangeOnResume, WhileEnabled
+from megatron_dapo.config.schema.rules import ActsIf, IsNot, MayChangeOnResume, WhileEnabled
 
+_OF_FUNCTION, _OF_COMMAND = ActsIf(IsNot("function", None)), ActsIf(IsNot("command", []))
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
@@ -16,18 +17,18 @@ class AgentConfig(Section):
     function: WhileEnabled[str | None] = None
     """The agent as an async function, `package.module:name`; this or `command`."""
     command: WhileEnabled[list[str]] = []
-    """The agent as a program and its arguments, with its own interpreter; the words {base_url}, {key}, {model},
-    {task_file} and {result_file} are filled in."""
-    sandbox: WhileEnabled[bool] = False
-    """Run `command` in a sandbox without network, which the endpoint reaches as a Unix socket."""
-    kwargs: WhileEnabled[dict[str, str | int | float | bool]] = {}
+    """The agent as a program and its arguments, with its own interpreter; {base_url}, {model}, {task_file} and
+    {result_file} in it are filled in. Keys are in its environment; see docs/agents.md."""
+    sandbox: WhileEnabled[Annotated[bool, _OF_COMMAND]] = False
+    """Run `command` in a sandbox, whose only network is the way to its model; the reward is `reward.function`'s."""
+    kwargs: WhileEnabled[Annotated[dict[str, str | int | float | bool], _OF_FUNCTION]] = {}
     """Keyword arguments of `function`."""
     pass_env: MayChangeOnResume[WhileEnabled[list[str]]] = []
     """Names of environment variables that agents get though they look like secrets."""
     max_open: MayChangeOnResume[WhileEnabled[PositiveInt]] = 64
     """Trajectories under way at once; others wait, without a clock."""
     num_workers: MayChangeOnResume[WhileEnabled[NumProcesses]] = 4
-    """Processes that run `function`, each for many trajectories."""
+    """Processes that run agents, functions or commands, each those of many trajectories."""
     num_gateways: MayChangeOnResume[WhileEnabled[NumProcesses]] = 1
     """Processes that speak HTTP with agents."""
     host: MayChangeOnResume[WhileEnabled[str]] = "127.0.0.1"

@@ -132,7 +132,7 @@ class JudgeConfig(Section):
 
 class RewardConfig(Section):
     function: str = "by_data_source"
-    """math_dapo, math_verify, exact_match, reasoning_gym, code_tests, environment (multi-turn: it gives the reward),
+    """math_dapo, math_verify, exact_match, reasoning_gym, code_tests, environment (it, or the agent, gives the reward),
     none (`reward.model` alone scores), `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""

@@ -88,6 +88,7 @@ ROWS = changed(
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     server_class="megatron_dapo.servers.served_deepseek:DeepseekV3ForCausalLM",
+    tool_parser="deepseekv3",
     neutral=NEUTRAL,
     defaults={
         "norm_topk_prob": True,

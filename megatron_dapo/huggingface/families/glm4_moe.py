@@ -5,6 +5,8 @@ from megatron_dapo.huggingface.family import SHARED_MIXTURE, Family
 FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     server_class="sglang.srt.models.glm4_moe:Glm4MoeForCausalLM",
+    tool_parser="glm45",
+    reasoning_parser="glm45",
     neutral=SHARED_MIXTURE,
     defaults={
         "attention_bias": False,

@@ -25,6 +25,8 @@ NEUTRAL: NeutralValues = {
 FAMILY = Family(
     architecture="Glm4MoeLiteForCausalLM",
     server_class="megatron_dapo.servers.served_deepseek:Glm4MoeLiteForCausalLM",
+    tool_parser="glm47",
+    reasoning_parser="glm45",
     neutral=NEUTRAL,
     defaults={
         "num_key_value_heads": 20,

@@ -65,6 +65,8 @@ ROWS = changed(
 FAMILY = Family(
     architecture="GptOssForCausalLM",
     server_class="megatron_dapo.servers.served_in_type:GptOssForCausalLM",
+    tool_parser="gpt-oss",
+    reasoning_parser="gpt-oss",
     neutral=NEUTRAL,
     defaults={
         "attention_bias": True,

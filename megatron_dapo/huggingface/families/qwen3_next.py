@@ -24,6 +24,7 @@ FAMILY = replace(
     MIXTURE_FAMILY,
     architecture="Qwen3NextForCausalLM",
     server_class="megatron_dapo.servers.served_in_type:Qwen3NextForCausalLM",
+    tool_parser="qwen25",
     neutral={key: rule for key, rule in MIXTURE_FAMILY.neutral.items() if key != "norm_topk_prob"}
     # SGLang has a head of its own always
     | {"tie_word_embeddings": lambda value: not value},

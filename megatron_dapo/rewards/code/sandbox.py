@@ -1,9 +1,7 @@
-"""Sandboxes for programs that a model wrote, made by bubblewrap: no network, no home, no other
-process, few resources.
+"""Sandboxes for programs that a model wrote: no network, no home, no other process, few resources.
 
-A sandbox has the interpreter and /usr, read-only, and a small /tmp; no /proc, no environment. One
-serves one response: inside.py runs there and answers test by test. Its answers are data, possibly
-written by the program.
+One serves one response: inside.py runs there and answers test by test. Its answers are data,
+possibly written by the program.
 """
 
 import inspect
@@ -17,7 +15,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -25,16 +22,11 @@ import psutil
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.code import inside
-from megatron_dapo.rewards.code.system_calls import system_call_filter
+from megatron_dapo.rewards.code.bubblewrap import ROOT, UNSANDBOXED, USER_NAMESPACE, Way, enclose
 
-_TMP_BYTES = 64 << 20
 _NUM_PROCESSES = 8  # with the sandbox's own two; threads count
 _LIMITS = {"RLIMIT_NPROC": _NUM_PROCESSES, "RLIMIT_NOFILE": 32, "RLIMIT_FSIZE": 32 << 20, "RLIMIT_CORE": 0}
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-# plus the worker's process id: limits count per user, and these users own nothing
-_FIRST_USER = 1_000_000_000
-_DEVICES = ("null", "zero", "random", "urandom")
-_SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64")
 _CHUNK_BYTES = 1 << 16
 _PROBE_S = 20.0
 _PROBE_MB = 512
@@ -50,7 +42,7 @@ except OSError:
     pass
 print("limited" if count < 100 else "unlimited")
 """
-_CURE = (
+CURE = (
     "install bubblewrap 0.7 or newer (`make setup-sandbox`), and let this user make namespaces (sysctl "
     "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
     "seccomp=unconfined, or root with --cap-add SYS_ADMIN)"
@@ -59,21 +51,6 @@ _CURE = (
 
 class SandboxLost(RuntimeError):
     """The sandbox did not start, ended, or did not keep to the protocol."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to make a sandbox."""
-
-    name: str
-    is_sandbox: bool = True
-    is_root: bool = False
-    """Whether this machine's root makes the mounts, without a user namespace."""
-
-
-USER_NAMESPACE = Way("a user namespace")
-ROOT = Way("namespaces made by root", is_root=True)
-UNSANDBOXED = Way("none", is_sandbox=False)
 
 
 @dataclass
@@ -116,7 +93,7 @@ def find_way() -> Way:
 
 
 def _cure() -> str:
-    return f"{_CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
+    return f"{CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
 
 
 @cache
@@ -226,60 +203,11 @@ def _start(way: Way) -> subprocess.Popen:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
-    filter_file = os.memfd_create("system calls")
-    os.write(filter_file, system_call_filter())
-    os.lseek(filter_file, 0, os.SEEK_SET)
-    user = _FIRST_USER + os.getpid()
-    options: dict[str, Any] = {}
-    if way.is_root:
-        # the mounts are root's, the program is nobody's: without any right, and without a way back
-        # to one
-        python = [
-            *("/usr/bin/setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"),
-            *("--ambient-caps=-all", "--bounding-set=-all", "--", *python),
-        ]
-    elif os.geteuid() == 0:
-        options = {"user": user, "group": user, "extra_groups": []}
-    command = [
-        *("choom", "-n", "1000", "--", "bwrap", *_namespaces(way), "--die-with-parent", "--new-session"),
-        *_mounts(),
-        *("--seccomp", str(filter_file), "--", *python),
-    ]
+    command, filter_file, user = enclose(way, python)
+    options: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
         return subprocess.Popen(
             command, env=_ENVIRONMENT, pass_fds=[filter_file], cwd="/", bufsize=0, **pipes, **options
         )
     finally:
         os.close(filter_file)
-
-
-def _namespaces(way: Way) -> list[str]:
-    if not way.is_root:
-        return ["--unshare-all"]
-    capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return [
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        *(word for name in capabilities for word in ("--cap-add", name)),
-    ]
-
-
-def _mounts() -> list[str]:
-    """Return the options for the file system: the system and the interpreter, read-only, four
-    devices and a /tmp."""
-    words = ["--ro-bind", "/usr", "/usr"]
-    for path in (Path("/") / name for name in _SYSTEM_LINKS):
-        if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
-        elif path.is_dir():
-            words += ["--ro-bind", str(path), str(path)]
-    for folder in ("/dev", "/etc"):
-        # made for a file in it, bubblewrap's folders are closed to others
-        words += ["--perms", "0755", "--dir", folder]
-    words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr"):
-        words += ["--ro-bind", str(prefix), str(prefix)]
-    for name in _DEVICES:
-        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    words += ["--size", str(_TMP_BYTES), "--perms", "1777", "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    return [*words, "--remount-ro", "/"]

@@ -15,7 +15,6 @@ _REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
-    "socket": (41, 198),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -38,6 +37,8 @@ _REFUSED = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
+_SOCKET = (41, 198)
+_LOCAL_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: within the sandbox's own network
 _CLONE = (56, 220)
 _CLONE3 = (435, 435)
 # CLONE_NEW...: of time, mounts, cgroups, names, IPC, users, processes, network
@@ -51,9 +52,12 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # places in struct seccomp_d
 _KILL, _ERROR, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 
 
-def system_call_filter(machine: str = platform.machine()) -> bytes:
+def system_call_filter(machine: str = platform.machine(), allows_sockets: bool = False) -> bytes:
     """Return the filter: a refused call fails with EPERM. Raises KeyError for a machine with
-    unknown numbers."""
+    unknown numbers.
+
+    allows_sockets: of families that stay in the sandbox, if it has a network of its own.
+    """
     column, architecture = _MACHINES[machine]
     rules = [
         _rule(_LOAD, _ARCHITECTURE),
@@ -64,6 +68,14 @@ def system_call_filter(machine: str = platform.machine()) -> bytes:
         rules += _where(_IF_AT_LEAST, _X32_CALLS, _KILL)
     for numbers in _REFUSED.values():
         rules += _where(_IF_EQUAL, numbers[column], _ERROR | errno.EPERM)
+    refuse = _rule(_RETURN, _ERROR | errno.EPERM)
+    families = [rule for family in _LOCAL_FAMILIES if allows_sockets for rule in _where(_IF_EQUAL, family, _ALLOW)]
+    rules += [
+        _rule(_IF_EQUAL, _SOCKET[column], jump_unless=len(families) + 2),
+        _rule(_LOAD, _FIRST_ARGUMENT),
+        *families,
+        refuse,
+    ]
     # its flags are in memory, unreadable for a filter; libraries then make the older call
     rules += _where(_IF_EQUAL, _CLONE3[column], _ERROR | errno.ENOSYS)
     rules += [

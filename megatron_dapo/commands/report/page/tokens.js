@@ -92,7 +92,7 @@ function showLegend(holder, scale) {
 /** What is said of a token when it is pointed at. */
 function tokenDetails(answer, token) {
   const parts = [`token ${token + 1} of ${answer.size}: ${JSON.stringify(answer.text(token))}`];
-  if (answer.isRead(token)) return `${parts[0]}\nby the environment`;
+  if (answer.isRead(token)) return `${parts[0]}\nread: by the environment, or of an earlier branch`;
   const logProb = answer.value("log_probs", token);
   if (!Number.isNaN(logProb)) parts.push(`log-prob ≈ ${shownNumber(logProb)} (probability ≈ ${shownNumber(Math.exp(logProb), 2)})`);
   const difference = answer.value("differences", token);
@@ -107,13 +107,21 @@ function tokenDetails(answer, token) {
 function colouredText(answer, scale, limit, words) {
   const holder = document.createDocumentFragment();
   const hits = words ? hitTokens(answer, words) : new Set();
-  for (let token = 0; token < Math.min(answer.size, limit); token++) {
+  const end = Math.min(answer.size, limit);
+  let place = holder;
+  for (let token = 0; token < end; token++) {
+    if (token === 0 || answer.isRead(token) !== answer.isRead(token - 1)) {
+      let next = token;
+      while (next < end && answer.isRead(next)) next++;
+      place = holder;
+      if (next - token >= LONG_READ / 4) holder.append(place = folded(`read: ${next - token} tokens`));
+    }
     const span = element("span", { class: "token", "data-token": token }, answer.text(token));
     if (answer.isRead(token)) span.classList.add("read");
     if (hits.has(token)) span.classList.add("hit");
     const colour = tokenColour(scale, answer.value(scale.name, token));
     if (colour) span.style.background = colour;
-    holder.append(span);
+    place.append(span);
   }
   return holder;
 }

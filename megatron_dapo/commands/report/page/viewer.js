@@ -3,6 +3,7 @@
 
 const FIRST = { list: 40, groups: 12 }; // cards that are made at once
 const LONG_TEXT = 2500; // characters, or tokens / 4, that are shown before "all of it"
+const LONG_READ = 400; // characters, or tokens / 4, read between two turns: from here they are folded
 const MAX_HITS = 300; // of a search in all steps
 
 const steps = new Remembered(60); // parsed texts of a step, and its tokens
@@ -25,15 +26,19 @@ const ORDERS = {
   high: (a, b) => b.reward_ - a.reward_, low: (a, b) => a.reward_ - b.reward_,
 };
 
-/** The groups of a step, with every answer's number, group and reward. */
+/** The parts of an answer that have tokens of their own: an agent's branches, or only itself. */
+const rowsOf = (answer) => answer.branches ?? [answer];
+
+/** The groups of a step, with every answer's first row, group and reward. */
 function groupsOf(file) {
   return steps.get(`texts ${file.key}`, async () => {
     const bytes = await chunk(`texts-${view.run}-${file.place}`, `texts/${view.run}/${file.kind}/${file.step}`);
     const groups = bytes ? asJson(bytes) : [];
-    let number = 0;
+    let row = 0;
     for (const [place, group] of groups.entries()) {
       for (const [member, answer] of group.responses.entries()) {
-        Object.assign(answer, { group, member, file, number: number++, reward_: answer.reward ?? answer.raw_reward ?? 0, groupPlace: place });
+        Object.assign(answer, { group, member, file, row, reward_: answer.reward ?? answer.raw_reward ?? 0, groupPlace: place });
+        row += rowsOf(answer).length;
       }
     }
     return groups;
@@ -132,15 +137,12 @@ function emptied(text) {
 function present(found, known) {
   const list = byId("list");
   const kept = [...known.values()].filter(Boolean);
-  let scale = null;
-  if (view.colour && kept.some((tokens) => tokens.has(view.colour))) {
-    const places = new Set(found.map((answer) => `${answer.file.place} ${answer.number}`));
-    const shown = [...known].flatMap(([file, tokens]) => (tokens?.answers ?? []).filter((_, number) => places.has(`${file.place} ${number}`)));
-    scale = colourScale(view.colour, shown);
-  }
+  const tokens = (answer) => known.get(answer.file)?.answers.slice(answer.row, answer.row + rowsOf(answer).length) ?? [];
+  const isKnown = view.colour && kept.some((tokens) => tokens.has(view.colour));
+  const scale = isKnown ? colourScale(view.colour, found.flatMap(tokens)) : null;
   showLegend(byId("legend"), scale);
   if (view.colour && !scale && found.length) byId("status").textContent += " Nothing is known of their tokens by which they could be coloured.";
-  const context = { scale, tokens: (answer) => scale && known.get(answer.file)?.answers[answer.number] };
+  const context = { scale, tokens: (answer) => scale ? tokens(answer) : [] };
   const order = ORDERS[view.sort];
   let items;
   list.className = view.as;
@@ -186,7 +188,7 @@ function answerCard(answer, context, hasPrompt, isEarlier = false) {
   const tokens = context.tokens(answer);
   const verdict = answer.correct ? ["right", "✓ right"] : ["wrong", "✗ wrong"];
   const figures = [`reward ${shownNumber(answer.reward_, 2)}`, `${answer.num_tokens} tokens`];
-  if (typeof tokens?.advantage === "number") figures.push(`A\u00a0${shownNumber(tokens.advantage, 2)}`);
+  if (!answer.branches) figures.push(...advantageOf(tokens[0]));
   const header = element("header", {},
     element("span", { class: `badge ${verdict[0]}` }, verdict[1]),
     isCut(answer) ? element("span", { class: "badge cut" }, `✂ ${answer.finish_reason}`) : null,
@@ -198,10 +200,24 @@ function answerCard(answer, context, hasPrompt, isEarlier = false) {
   const card = element("article", { class: "answer", tabindex: "-1", "aria-label": `${verdict[0]} answer, ${figures.join(", ")}` }, header);
   card.answer = answer;
   if (hasPrompt) card.append(element("div", { class: "note mono" }, ...marked(answer.prompt ?? answer.group.prompt ?? "")));
-  card.append(textOf(answer, tokens, context.scale));
+  card.append(...rowsOf(answer).map((row, at) => answer.branches ? branchOf(answer, at, tokens[at], context.scale) : textOf(row, tokens[at], context.scale)));
   if (answer.reward_error) card.append(element("p", { class: "note" }, `no verdict: ${answer.reward_error}`));
   if (answer.answer !== undefined && answer.answer !== answer.text) card.append(element("p", { class: "note" }, `says: ${answer.answer}`));
   return card;
+}
+
+const advantageOf = (tokens) => typeof tokens?.advantage === "number" ? [`A\u00a0${shownNumber(tokens.advantage, 2)}`] : [];
+
+/** Text that is closed at first, but not while words are searched. */
+const folded = (label, ...nodes) => element("details", { class: "folded", open: view.words !== "" }, element("summary", {}, label), ...nodes);
+
+/** A branch of an agent's trajectory; the first one is open. */
+function branchOf(answer, at, tokens, scale) {
+  const branch = answer.branches[at];
+  const figures = [`branch ${at + 1} of ${answer.branches.length}`, `${branch.num_tokens} tokens`, ...advantageOf(tokens)];
+  const prompt = element("div", { class: "text" }, ...marked(branch.prompt ?? ""));
+  return element("details", { class: "branch", open: at === 0 || view.words !== "" },
+    element("summary", {}, figures.join(" · ")), folded("prompt", prompt), textOf(branch, tokens, scale));
 }
 
 function textOf(answer, tokens, scale) {
@@ -213,7 +229,10 @@ function textOf(answer, tokens, scale) {
       holder.tokens = tokens;
       holder.append(colouredText(tokens, scale, isWhole ? Infinity : LONG_TEXT / 4, view.words));
     } else if (answer.turns) {
-      for (const turn of answer.turns) holder.append(element("span", { class: `by-${turn.by === "model" ? "model" : "environment"}` }, ...marked(String(turn.text))));
+      for (const { by, text } of answer.turns) {
+        const span = element("span", { class: `by-${by === "model" ? "model" : "environment"}` }, ...marked(text));
+        holder.append(by === "model" || text.length < LONG_READ ? span : folded(`read: ${text.length} characters`, span));
+      }
     } else {
       holder.append(...marked(isWhole ? answer.text ?? "" : (answer.text ?? "").slice(0, LONG_TEXT)));
     }
@@ -388,7 +407,7 @@ function listenToTokens(list) {
     const holder = event.target.closest(".text");
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!holder?.tokens || !by) return;
-    const spans = [...holder.querySelectorAll(".token")];
+    const spans = [...holder.querySelectorAll(".token")].filter((span) => span.checkVisibility());
     const at = spans.findIndex((span) => span.classList.contains("current"));
     const next = spans[Math.max(0, Math.min(spans.length - 1, at < 0 ? 0 : at + by))];
     event.preventDefault();

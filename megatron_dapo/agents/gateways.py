@@ -1,0 +1,272 @@
+"""The controller's side of the gateways, the processes that speak HTTP with agents."""
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from zlib import crc32
+
+import numpy as np
+
+from megatron_dapo.agents.channel import Channel, ChannelClosed
+from megatron_dapo.agents.endpoint import Endpoint
+from megatron_dapo.agents.interface import Outcome
+from megatron_dapo.agents.parsing import Parse
+from megatron_dapo.agents.turns import AnswerTurn, Limits, SessionNotes, Turn, TurnRefused
+from megatron_dapo.common.errors import UserError
+from megatron_dapo.data.token_arrays import TOKEN
+from megatron_dapo.rewards.worker_environment import worker_environment
+from megatron_dapo.rewards.worker_pool import WorkerLost
+
+_MODULE = "megatron_dapo.agents.gateway_process"
+_START_S = 60.0
+_DEATH_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class GatewayLost(Exception):
+    """The gateway of a trajectory has ended, and with it the trajectory's conversations."""
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """Settings of a gateway; names as in the section `rollout.agent`."""
+
+    model: str
+    """Folder with tokenizer and chat template."""
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """Of the first gateway."""
+    public_url: str | None = None
+    max_request_mb: int = 16
+    history: Literal["tokens", "rendered"] = "tokens"
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = True
+    answer_timeout_s: float = 60.0
+    """For a gateway's own answers to the controller; then it is lost."""
+    retry_wait_s: float = 5.0
+    """A request goes on for so long without a client."""
+    keep_alive_s: float = 30.0
+    """Between two signs of life to a waiting client: clients give up after 600 s without one."""
+    silence_s: float = 30.0
+    """For a connection's first request, and for the rest of a body."""
+    socket: str = ""
+    """Of one gateway: its Unix socket."""
+
+
+class Session:
+    """One trajectory at its gateway."""
+
+    def __init__(self, process: "_Process", endpoint: Endpoint, answer: AnswerTurn, parse: Parse) -> None:
+        self.endpoint = endpoint
+        self.notes = SessionNotes()
+        """Complete after `close_requests`; empty before."""
+        self.posted: Outcome | None = None
+        """The agent's own, by POST to `reward_url`; the last one counts."""
+        self.lost = asyncio.Event()
+        self.limit: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done with the first refusal by max_turns or max_branches: its code."""
+        self.number = next(process.numbers)
+        self._process = process
+        self._answer = answer
+        self._parse = parse
+
+    async def close_requests(self) -> None:
+        """Have further requests refused (403) and running ones ended. Raises GatewayLost."""
+        notes = await self.ask("end")
+        self.notes.delivered |= set(notes["delivered"])
+        self.notes.counts.update(notes["counts"])
+        self.notes.refusal = notes["refusal"]
+
+    async def ask(self, name: str, **fields: Any) -> Any:
+        """Ask the gateway. Raises GatewayLost; another process may have taken its place."""
+        if self.lost.is_set():
+            raise GatewayLost("the gateway of this trajectory has ended")
+        return await self._process.ask(name, {"session": self.number, **fields})
+
+    async def take(self, name: str, fields: dict[str, Any]) -> Any:
+        """Answer a question of the gateway."""
+        if name == "turn":
+            turn = fields["turn"]
+            turn |= {"suffix": np.array(turn["suffix"], TOKEN), "stop": tuple(turn["stop"])}
+            return await self._answer(Turn(**turn))
+        if name == "parse":
+            try:
+                return await self._parse(fields["route"], fields["fields"])
+            except ValueError as error:  # ill-formed, and no fault of ours
+                raise TurnRefused(400, "ill_formed", str(error)) from error
+        if name == "posted":
+            self.posted = Outcome(**fields["outcome"])
+        elif not self.limit.done():
+            self.limit.set_result(fields["code"])
+        return None
+
+
+class _Process:
+    """One gateway's process; another one after its end, for the sessions to come."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.sessions: dict[int, Session] = {}
+        self.numbers = itertools.count()
+        self.url = ""
+        self.settings = settings
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: Channel | None = None
+        self._serving: asyncio.Task | None = None
+
+    async def ensure(self) -> None:
+        """Start the process unless it runs. Raises UserError, WorkerLost."""
+        async with self._lock:
+            if self._channel is None or not self._channel.is_open:
+                if self._serving is not None:
+                    await self._serving  # the old one's port is free then
+                await self._start()
+
+    async def ask(self, name: str, fields: Any) -> Any:
+        """Return the gateway's answer. Raises GatewayLost, also for one that does not answer."""
+        try:
+            assert self._channel is not None, "ensure() comes first"
+            async with asyncio.timeout(self.settings.answer_timeout_s):
+                return await self._channel.ask(name, fields)
+        except (ChannelClosed, RuntimeError) as error:
+            raise GatewayLost(f"the gateway at {self.url} has ended: {error}") from error
+        except TimeoutError:
+            self.kill()
+            raise GatewayLost(f"the gateway at {self.url} did not answer {name!r} in time; it is killed") from None
+
+    def kill(self) -> None:
+        """Kill the process."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill the process, and wait until it is gone."""
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+        if self._serving is not None:
+            await self._serving
+
+    async def _start(self) -> None:
+        our_side, its_side = socket.socketpair()
+        try:
+            with its_side:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", _MODULE),
+                    stdin=its_side.fileno(),
+                    env=worker_environment(os.environ, (), ""),
+                    start_new_session=True,  # untouched by Ctrl-C
+                )
+            self._channel = Channel(our_side, self._take)
+            await self._channel.connect()
+            self._serving = asyncio.create_task(self._serve(self._channel))
+            async with asyncio.timeout(_START_S):
+                started = await self._channel.ask("start", self.settings)
+            if "user_error" in started:
+                raise UserError(started["user_error"])
+        except BaseException as error:  # cancelled, too: nobody may take it for ready
+            await self.close()
+            our_side.close()
+            if isinstance(error, (ChannelClosed, RuntimeError, OSError)):
+                raise WorkerLost(f"a gateway did not start within {_START_S:g} s: {error!r}") from error
+            raise
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        self.url = (self.settings.public_url or "").rstrip("/") or f"http://{host}:{started['port']}"
+
+    async def _serve(self, channel: Channel) -> None:
+        await channel.serve()
+        if self.sessions:
+            log.error("the gateway at %s has ended; its %d trajectories are lost", self.url, len(self.sessions))
+        for session in self.sessions.values():
+            session.lost.set()
+        assert self._process is not None, "of this channel"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_S):
+                await self._process.wait()
+        self.kill()  # it had closed only its socket
+
+    async def _take(self, name: str, fields: dict[str, Any]) -> Any:
+        return await self.sessions[fields["session"]].take(name, fields)
+
+
+class Gateways:
+    """The gateways of a run."""
+
+    def __init__(self, settings: GatewaySettings, num_gateways: int) -> None:
+        """Prepare the processes; `start` starts them."""
+        self._settings = settings
+        self._num_gateways = num_gateways
+        self._folder: Path | None = None
+        self._processes: list[_Process] = []
+
+    async def start(self) -> None:
+        """Start all. Raises UserError for a taken port or a template that cannot be continued,
+        WorkerLost."""
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron_dapo-"))  # closed to others
+        for index in range(self._num_gateways):
+            port = self._settings.port and self._settings.port + index
+            path = str(self._folder / f"gateway{index}")
+            self._processes.append(_Process(replace(self._settings, port=port, socket=path)))
+        results = await asyncio.gather(*(process.ensure() for process in self._processes), return_exceptions=True)
+        if errors := [result for result in results if isinstance(result, BaseException)]:
+            await self.close()
+            raise errors[0]
+
+    @asynccontextmanager
+    async def session(self, limits: Limits, answer: AnswerTurn, parse: Parse) -> AsyncIterator[Session]:
+        """Open the keys of a trajectory, and close them at the end.
+
+        Raises GatewayLost if its gateway ends meanwhile, or does not start again.
+        """
+        key, reward_key = keys = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        process = self._processes[crc32(key.encode()) % len(self._processes)]
+        try:
+            await process.ensure()
+        except (UserError, WorkerLost) as error:
+            raise GatewayLost(str(error)) from error
+        session = Session(process, _endpoint(process, key, reward_key), answer, parse)
+        process.sessions[session.number] = session
+        try:
+            await session.ask("open", limits=limits, keys=keys)
+            yield session
+            await session.close_requests()
+        finally:
+            with suppress(GatewayLost):
+                await session.ask("close", keys=keys)
+            del process.sessions[session.number]
+
+    async def close(self) -> None:
+        """End all; sessions in use are lost. Idempotent."""
+        await asyncio.gather(*(process.close() for process in self._processes))
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _endpoint(process: _Process, key: str, reward_key: str) -> Endpoint:
+    settings = process.settings
+    return Endpoint(
+        base_url=f"{process.url}/t/{key}/v1",
+        anthropic_url=f"{process.url}/t/{key}",
+        key=key,
+        name=settings.model_name,
+        reward_url=f"{process.url}/reward",
+        reward_key=reward_key,
+        socket=settings.socket,
+    )

@@ -1,0 +1,128 @@
+"""A client's request and its answers, whichever API it speaks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_dapo.agents.turns import Answer, TurnRefused
+
+Count = Annotated[int, Field(ge=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=200)]
+Stops = Annotated[list[StopText], Field(max_length=16)]
+_OWN_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "chat_template_kwargs"}  # the run's replace them
+
+
+class BadRequest(TurnRefused):
+    """A wrong field, or one that asks for more than a model in training may be asked."""
+
+    def __init__(self, param: str, message: str, status: int = 400, code: str = "invalid_value") -> None:
+        super().__init__(status, code, message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Messages, or tokens, to be answered."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    """With role, content (text or None), and if present tool_calls and tool_call_id as in OpenAI's
+    API, name, reasoning_content."""
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    is_streamed: bool = False
+    wants_usage: bool = True
+    """In a stream."""
+    wants_log_probs: bool = False
+    ids: list[int] | None = None
+    """Tokens instead of messages."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer as its client is shown it."""
+
+    message: dict[str, Any]
+    """As in OpenAI's API."""
+    finish_reason: str
+    """stop | length | tool_calls"""
+    stop: str | None
+    """The text of the request's `stop` that ended it."""
+    token_texts: list[str]
+    """For log-probs; [] unless asked for."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answers to one request."""
+
+    identity: str
+    model: str
+    created: int
+    answers: Sequence[Answer]
+    choices: Sequence[Choice]
+    """Of the answers, in their order."""
+    num_prompt: int
+    num_cached: int
+    """Of the prompt's tokens: those of an earlier turn."""
+
+    @property
+    def num_completion(self) -> int:
+        """Return the number of all answers' tokens."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+
+class Body(BaseModel):
+    """Fields of both APIs. Unknown ones are no matter."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str = ""
+    stream: bool = False
+    max_tokens: Count | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[str, tuple] = {}) -> AnyBody:
+    """Return the fields of a body; null is the same as none.
+
+    neutral: fields that would change what is sampled -> their values that ask for nothing.
+
+    Raises BadRequest.
+    """
+    present = {name: value for name, value in fields.items() if value is not None}
+    for name in neutral.keys() & present.keys():
+        if present[name] not in neutral[name]:
+            raise BadRequest(name, f"{name} is not supported here; leave it out.", code="unsupported_parameter")
+    try:
+        return kind.model_validate(present)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise BadRequest(str(first["loc"][0]), f"{place}: {first['msg']}"[:500]) from None
+
+
+def check_model(wanted: str, name: str) -> None:
+    """Raise BadRequest for another model than ours."""
+    if wanted != name:
+        words = f"The model {wanted[:100]!r} does not exist; here is {name!r}."
+        raise BadRequest("model", words, 404, "model_not_found")
+
+
+def answerable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages that a model can answer. Raises BadRequest."""
+    if not messages or messages[-1]["role"] == "assistant":
+        words = "messages must end with a message of another role than assistant: begun answers are not taken."
+        raise BadRequest("messages", words)
+    return messages
+
+
+def is_overruled(fields: Mapping[str, Any]) -> bool:
+    """Return whether a body has sampling parameters of its own."""
+    return any(fields.get(name) is not None for name in _OWN_SAMPLING)
