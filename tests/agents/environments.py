@@ -25,8 +25,11 @@ def task_of(content: str, truth: str = "", **extra: object) -> dict:
     return {"prompt": content, "messages": messages, "data_source": "", "ground_truth": truth, "extra_info": extra}
 
 
-def run_program(name: str, program: Path, url: str, task: dict, folder: Path, **variables: str) -> dict:
-    """Run a program as a rollout's command would be, with a scripted endpoint; return its result."""
+def run_program(name: str, program: Path, url: str, task: dict, folder: Path, may_fail: bool = False) -> dict:
+    """Run a program as a rollout's command would be, with a scripted endpoint; return its result.
+
+    may_fail: a bad end without a result gives {}.
+    """
     task_file, result_file = folder / "task.json", folder / "result.json"
     model = {"name": "policy", "base_url": f"{url}/t/KEY/v1", "key": "KEY"}
     task_file.write_text(json.dumps(task | {"model": model}))
@@ -37,12 +40,17 @@ def run_program(name: str, program: Path, url: str, task: dict, folder: Path, **
         "OPENAI_API_KEY": "KEY",
         "ANTHROPIC_BASE_URL": f"{url}/t/KEY",
         "ANTHROPIC_API_KEY": "KEY",
+        "PYTHONPATH": str(PROGRAMS),  # verifiers' tasksets
     }
-    subprocess.run(
+    ended = subprocess.run(
         [python_of(name), program, task_file, result_file],
-        env=environment | variables,
+        env=environment,
         cwd=folder,
         timeout=PROGRAM_S,
-        check=True,
+        capture_output=True,
+        text=True,
     )
+    if ended.returncode and may_fail:
+        return {}
+    assert ended.returncode == 0, ended.stderr
     return json.loads(result_file.read_text())

@@ -12,6 +12,15 @@ from aiohttp import web
 
 ANSWER_S = 30  # seconds for the start and the end of the endpoint
 
+
+class Refusal(Exception):
+    """Raised by a script: the request is refused with a status and a code."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 Script = Callable[[int, dict], dict]
 """(number of the request, its body) -> the assistant's message, in OpenAI's form."""
 
@@ -49,8 +58,12 @@ def scripted_endpoint(script: Script) -> Iterator[ScriptedEndpoint]:
         if not request.path.endswith(("/chat/completions", "/messages")):
             return web.json_response({"error": {"message": "no such route", "type": "x", "code": None}}, status=404)
         number = len(endpoint.requests) - 1
-        message = {"role": "assistant", "content": None} | script(number, body)
         is_chat = request.path.endswith("/chat/completions")
+        try:
+            message = {"role": "assistant", "content": None} | script(number, body)
+        except Refusal as refusal:
+            error = {"message": str(refusal), "type": "invalid_request_error", "param": None, "code": refusal.code}
+            return web.json_response({"type": "error", "error": error}, status=refusal.status)
         whole = _chat(number, message, body) if is_chat else _anthropic(number, message)
         if not body.get("stream"):
             return web.json_response(whole)

@@ -1,11 +1,9 @@
 """The requests that each client really sends: what a gateway must bear, and may rely on."""
 
-import json
-
 import pytest
 
 from tests.agents.environments import EXAMPLES, PROGRAMS, run_program, task_of
-from tests.agents.scripted_endpoint import ScriptedEndpoint, call, calls, scripted_endpoint
+from tests.agents.scripted_endpoint import Refusal, ScriptedEndpoint, call, calls, scripted_endpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -96,28 +94,45 @@ def test_smolagents_forces_tools_and_shows_calls_as_text(tmp_path):
     assert all("tool_calls" not in message and message["role"] != "tool" for message in second["messages"])
 
 
+PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+GUESS = {"env": {"taskset": {"id": "guess_taskset"}, "player": PLAYER}, "idx": 2, "sampling": {"max_tokens": 12}}
+
+
 def test_verifiers_relays_each_turn_of_an_environment_as_a_stream(tmp_path):
-    task = task_of("", env={"taskset": {"id": "guess_taskset"}, "player": PLAYER}, idx=2, sampling={"max_tokens": 12})
-    with scripted_endpoint(lambda number, body: {"content": str(number)}) as endpoint:
-        result = run_program(
-            "verifiers",
-            EXAMPLES / "verifiers_episode.py",
-            endpoint.url,
-            task,
-            tmp_path,
-            PYTHONPATH=str(PROGRAMS),
-        )
+    endpoint, result = play(
+        "verifiers",
+        EXAMPLES / "verifiers_episode.py",
+        lambda number, body: {"content": str(number)},
+        tmp_path,
+        **GUESS,
+    )
     assert result == {"reward": 1.0, "error": None}
     assert [body["max_tokens"] for body in endpoint.bodies()] == [12] * 3
     assert all(body["stream"] and body["stream_options"] == {"include_usage": True} for body in endpoint.bodies())
-    assert json.dumps(endpoint.bodies()[2]["messages"][1:]) == json.dumps(
-        [
-            {"role": "assistant", "content": "0"},
-            {"role": "user", "content": "another number"},
-            {"role": "assistant", "content": "1"},
-            {"role": "user", "content": "another number"},
-        ]
-    )
+    said = [message["content"] for message in endpoint.bodies()[2]["messages"][1:]]
+    assert said == ["0", "another number", "1", "another number"]
 
 
-PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+ALL = CLIENTS | {
+    "smolagents": PROGRAMS / "smolagents_code.py",
+    "mini_swe_agent": EXAMPLES / "mini_swe_agent_repair.py",
+    "verifiers": EXAMPLES / "verifiers_episode.py",
+}
+TOO_LONG = "This model's maximum context length is 2700 tokens. However, you requested 3000 tokens."
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [(403, "max_turns", "no further turn"), (400, "context_length_exceeded", TOO_LONG)],
+    ids=["limit", "room"],
+)
+@pytest.mark.parametrize("name", ALL)
+def test_no_client_tries_again_where_a_trajectory_has_ended(name, status, code, message, tmp_path):
+    def refuse(number: int, body: dict) -> dict:
+        raise Refusal(status, code, message)
+
+    with scripted_endpoint(refuse) as endpoint:
+        task = task_of("12*34?", "408", mode="tools", **GUESS)
+        run_program(name, ALL[name], endpoint.url, task, tmp_path, may_fail=True)
+    turns = [request for request in endpoint.requests if request.path.endswith(("/completions", "/messages"))]
+    assert len(turns) == 1
