@@ -17,7 +17,9 @@ from pathlib import Path
 os.environ |= {
     "MSWEA_SILENT_STARTUP": "1",
     "MSWEA_COST_TRACKING": "ignore_errors",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "MSWEA_GLOBAL_CONFIG_DIR": tempfile.gettempdir(),  # a sandbox has no home
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",  # else it waits for minutes at a limit; openai's client tries again
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no look for one in the network
 }
 
 import litellm  # noqa: E402
