@@ -87,9 +87,9 @@ class Gateway:
             if settings.apply_chat_template and settings.history == "tokens":
                 if fault := template_fault(tokenizer, settings.template_kwargs):
                     raise UserError(fault)
-            names = ("tool_parser", "reasoning_parser")
-            parsers = [load_parser(f"{_KEYS}.{name}", getattr(settings, name)) for name in names]
-            self._parts = GatewayParts(settings, tokenizer, *parsers)
+            calls = load_parser(f"{_KEYS}.tool_parser", settings.tool_parser)
+            thoughts = load_parser(f"{_KEYS}.reasoning_parser", settings.reasoning_parser)
+            self._parts = GatewayParts(settings, tokenizer, calls, thoughts)
             return {"port": await self._listen()}
         except UserError as error:
             return {"user_error": error.sentences}
@@ -182,7 +182,7 @@ class Gateway:
             return _json(200, {})
         asked = dialect.parse(fields, session.limits.max_choices)
         if route == "messages/count_tokens":
-            return _json(200, {"input_tokens": session.num_tokens(asked)})
+            return _json(200, {"input_tokens": await session.num_tokens(asked)})
         if is_overruled(fields):
             session.add("overruled")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -32,6 +33,9 @@ class GatewayParts:
     tokenizer: Tokenizer
     tool_parser: Parser
     reasoning_parser: Parser
+    texts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    """One thread for all work of `Conversations`: megabytes of messages take seconds to render,
+    while other trajectories are to be heard. The chat template can be used by one thread."""
 
 
 @dataclass(eq=False)
@@ -169,10 +173,10 @@ class GatewaySession:
         except ValueError as error:
             raise TurnRefused(400, "invalid_value", str(error)) from None
 
-    def num_tokens(self, request: ModelRequest) -> int:
+    async def num_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens that the model would read. Raises TurnRefused."""
         check_model(request.model, self._parts.settings.model_name)
-        return self._conversations.num_tokens(request.messages, request.tools)
+        return await self._in_thread(self._conversations.num_tokens, request.messages, request.tools)
 
     async def answer(self, request: ModelRequest) -> Reply:
         """Return the answers to a request. Raises TurnRefused, ChannelClosed, RuntimeError."""
@@ -189,15 +193,18 @@ class GatewaySession:
     async def _answer(self, request: ModelRequest) -> Reply:
         if request.ids is None:
             check_model(request.model, self._parts.settings.model_name)
-            place = self._conversations.place(request.messages, request.tools, request.num_choices)
-        else:
-            place = self._conversations.place_tokens(request.ids)
+        placing = self._parts.texts.submit(self._place, request)
+        try:
+            place = await asyncio.wrap_future(placing)
+        except asyncio.CancelledError:
+            placing.add_done_callback(self._forget)
+            raise
         room = min(place.room, request.max_tokens or place.room)
         turn = Turn(next(self._requests), place.parent, place.suffix, room, request.num_choices, request.stop)
         try:
             fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
         except BaseException:
-            self._conversations.drop(place)
+            self._forget(placing)
             raise
         answers = [Answer(**answer) for answer in fields]
         return Reply(
@@ -210,12 +217,29 @@ class GatewaySession:
             num_cached=place.num_cached,
         )
 
+    def _place(self, request: ModelRequest) -> TurnPlace:
+        if request.ids is not None:
+            return self._conversations.place_tokens(request.ids)
+        most = self.limits.max_prompt_tokens + self.limits.max_response_tokens
+        if len(request.messages) > most:  # no template shows a message without a token
+            words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
+            raise TurnRefused(400, "context_length_exceeded", words)
+        return self._conversations.place(request.messages, request.tools, request.num_choices)
+
+    def _forget(self, placing: "Future[TurnPlace]") -> None:
+        """Drop the place of a request that gets no answer."""
+        if not placing.cancelled() and placing.exception() is None:
+            self._parts.texts.submit(self._conversations.drop, placing.result())
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._parts.texts, work, *arguments)
+
     async def _shown(self, place: TurnPlace, request: ModelRequest, answer: Answer) -> Choice:
         """Add a node for an answer; return the answer as its client is shown it."""
         if request.ids is not None:
-            self._conversations.add(place, answer, None)
+            await self._in_thread(self._conversations.add, place, answer, None)
             return Choice({}, answer.finish_reason, None, [])
-        text = self._conversations.read(place, answer.tokens, request.stop)
+        text = await self._in_thread(self._conversations.read, place, answer.tokens, request.stop)
         parsers = self._parts.tool_parser, self._parts.reasoning_parser
         shown = await parsed(text, request.tools, self._parse, *parsers)
         if shown.is_ill_formed:
@@ -229,7 +253,7 @@ class GatewaySession:
                 {"id": f"call_{answer.node}_{index}", "type": "function", "function": function}
                 for index, function in enumerate(functions)
             ]
-        self._conversations.add(place, answer, message)
+        await self._in_thread(self._conversations.add, place, answer, message)
         is_call = shown.tool_calls and answer.finish_reason == "stop"
         decode = self._parts.tokenizer.decode
         names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]

@@ -1,11 +1,13 @@
 """Gateways as processes: their start, their end, and that of their parent."""
 
 import asyncio
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +135,15 @@ def test_a_mistake_is_one_sentence_at_the_start(tmp_path: Path, settings: dict, 
 PARENT = """
 import asyncio, sys
 from megatron_dapo.agents.gateways import Gateways, GatewaySettings
+from megatron_dapo.agents.turns import Limits
 
 async def main():
     gateways = Gateways(GatewaySettings(model=sys.argv[1], model_name="policy"), 1)
     await gateways.start()
-    print("ready", flush=True)
-    await asyncio.sleep(600)
+    limits = Limits(100, 100, 1, 1, None, 1)
+    async with gateways.session(limits, None, None) as session:
+        print(session.endpoint.socket, flush=True)
+        await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -147,9 +152,39 @@ asyncio.run(main())
 def test_a_gateway_ends_with_its_parent_also_while_it_is_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, str(make_folder(tmp_path / "m"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        assert parent.stdout is not None and parent.stdout.readline().endswith("gateway0\n")
         (child,) = psutil.Process(parent.pid).children()
         child.suspend()
         parent.kill()
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_connections_beyond_the_limit_of_open_files_are_closed_at_once(tmp_path: Path) -> None:
+    async def flood(path: str) -> None:
+        async def is_held() -> bool:
+            reader, writer = await asyncio.open_unix_connection(path)
+            held.append(writer)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            try:
+                return (await reader.readline()).startswith(b"HTTP/1.1 401")
+            except ConnectionError:
+                return False
+
+        held: list[asyncio.StreamWriter] = []
+        answers = [await is_held() for _ in range(80)]
+        assert answers == [True] * 64 + [False] * 16
+        for writer in held:
+            writer.close()
+        while not await is_held():  # until the gateway has seen their ends
+            pass
+        held[-1].close()
+
+    command = [sys.executable, "-c", PARENT, str(make_folder(tmp_path / "m"))]
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (128, 128))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=few) as parent:
+        assert parent.stdout is not None
+        try:
+            asyncio.run(asyncio.wait_for(flood(parent.stdout.readline().strip()), 20))
+        finally:
+            parent.kill()

@@ -63,7 +63,6 @@ def test_what_fits_together_is_taken(overrides):
         ((*ON, f"{KEY}.reasoning_parser=:f"), ["reasoning_parser is ':f'"]),
         ((f"{KEY}.function=own_agents:play",), ["has no effect while", "set enable to true"]),
         ((*COMMAND, f"{KEY}.kwargs.attempts=3"), ["has no effect while", "function is null", "set function"]),
-        ((*COMMAND, f"{KEY}.num_workers=9"), ["num_workers is 9", "function is null"]),
         ((*ON, f"{KEY}.sandbox=true"), ["sandbox is true", "command is []", "set command"]),
         (
             (*ON, f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.environment=reasoning_gym"),

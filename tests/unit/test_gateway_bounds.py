@@ -176,6 +176,25 @@ def test_a_flood_of_one_key_does_not_stop_another(gateway: Bench) -> None:
     assert model.most_under_way == MAX_IN_FLIGHT
 
 
+def test_a_megabyte_of_text_keeps_no_other_trajectory_waiting(gateway: Bench) -> None:
+    long = ASK | {"messages": [{"role": "user", "content": "words " * 160_000}]}
+
+    async def agent(session, model):
+        large = asyncio.ensure_future(post(f"{session.endpoint.base_url}/chat/completions", json=long))
+        async with asyncio.timeout(20):
+            while not large.done():  # a whole trajectory's opening and end, again and again
+                async with gateway.gateways.session(LIMITS, model.answer, model.parse):
+                    opened.append(large.done())
+        assert (await large).json()["error"]["code"] == "context_length_exceeded"
+        too_many = ASK | {"messages": [{"role": "user", "content": ""}] * 30_000}
+        answer = await post(f"{session.endpoint.base_url}/chat/completions", json=too_many)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+    opened: list[bool] = []
+    gateway.play(agent, limits=replace(LIMITS, max_prompt_tokens=20_000))
+    assert opened.count(False) > 3
+
+
 def test_disconnects_leave_a_bounded_number_of_turns(gateway: Bench) -> None:
     async def agent(session, model):
         for place in range(60):
