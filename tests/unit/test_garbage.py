@@ -61,7 +61,7 @@ def test_a_step_is_unpickled_without_a_look_at_its_objects(collections):
 def test_a_step_is_cut_and_collated_without_a_look_at_its_objects():
     seen = []
     agreement = SimpleNamespace(each=lambda *_: seen.append(gc.isenabled()))
-    layout = SimpleNamespace(agreement=agreement, hand_out=lambda _: flat_pickle(([], [], {})))
+    layout = SimpleNamespace(agreement=agreement, hand_out=lambda _: flat_pickle(([], [], {}, 0)))
     distributor = SimpleNamespace(
         _layout=layout, _parts=None, _experts=None, _collated=lambda _: seen.append(gc.isenabled())
     )
