@@ -106,9 +106,19 @@ def asked(model_path: Path, server: ServerSupervisor) -> list[Generation]:
 def group(number: int, answer: Generation) -> Group:
     length = len(answer.tokens)
     sample = Sample(
-        f"g{number}", tuple(PROMPTS[number]), answer.tokens, answer.log_probs, (1,) * length, (0,) * length, "stop",
-        1.0, True, float(number), False, routed_experts=answer.routed_experts,
-    )  # fmt: skip
+        uid=f"g{number}",
+        prompt_tokens=tuple(PROMPTS[number]),  # type: ignore[arg-type]
+        response_tokens=answer.tokens,
+        rollout_log_probs=answer.log_probs,
+        loss_mask=(1,) * length,  # type: ignore[arg-type]
+        weight_versions=(0,) * length,  # type: ignore[arg-type]
+        finish_reason="stop",
+        raw_reward=1.0,
+        correct=True,
+        reward=float(number),
+        is_truncated=False,
+        routed_experts=answer.routed_experts,
+    )
     return Group(f"g{number}", Prompt(number, "", tuple(PROMPTS[number]), "", "", ""), (sample,))
 
 
