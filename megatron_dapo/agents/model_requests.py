@@ -1,6 +1,6 @@
 """A client's request and its answers, whichever API it speaks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -46,14 +46,15 @@ class ModelRequest:
 class Choice:
     """One answer as its client is shown it."""
 
+    answer: Answer
     message: dict[str, Any]
-    """As in OpenAI's API."""
+    """As in OpenAI's API; empty for a request in tokens."""
     finish_reason: str
     """stop | length | tool_calls"""
-    stop: str | None
+    stop: str | None = None
     """The text of the request's `stop` that ended it."""
-    token_texts: list[str]
-    """For log-probs; [] unless asked for."""
+    token_texts: Sequence[str] = ()
+    """For log-probs; none unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,7 @@ class Reply:
     identity: str
     model: str
     created: int
-    answers: Sequence[Answer]
     choices: Sequence[Choice]
-    """Of the answers, in their order."""
     num_prompt: int
     num_cached: int
     """Of the prompt's tokens: those of an earlier turn."""
@@ -73,7 +72,7 @@ class Reply:
     @property
     def num_completion(self) -> int:
         """Return the number of all answers' tokens."""
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(len(choice.answer.tokens) for choice in self.choices)
 
 
 class Body(BaseModel):
@@ -86,10 +85,10 @@ class Body(BaseModel):
     max_tokens: Count | None = None
 
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[str, tuple] = {}) -> AnyBody:
+def read_body(kind: type[AnyBody], fields: dict[str, Any], neutral: dict[str, tuple]) -> AnyBody:
     """Return the fields of a body; null is the same as none.
 
     neutral: fields that would change what is sampled -> their values that ask for nothing.
@@ -115,14 +114,16 @@ def check_model(wanted: str, name: str) -> None:
         raise BadRequest("model", words, 404, "model_not_found")
 
 
-def answerable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that a model can answer. Raises BadRequest."""
-    if not messages or messages[-1]["role"] == "assistant":
+def check_request(request: ModelRequest, name: str, max_choices: int) -> None:
+    """Raise BadRequest for a request that our model, `name`, cannot answer."""
+    check_model(request.model, name)
+    if request.num_choices > max_choices:
+        raise BadRequest("n", f"n must be {max_choices} at most (max_choices).")
+    if request.ids is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         words = "messages must end with a message of another role than assistant: begun answers are not taken."
         raise BadRequest("messages", words)
-    return messages
 
 
-def is_overruled(fields: Mapping[str, Any]) -> bool:
+def is_overruled(fields: dict[str, Any]) -> bool:
     """Return whether a body has sampling parameters of its own."""
     return any(fields.get(name) is not None for name in _OWN_SAMPLING)

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.data.token_arrays import TokenIds
 
 
@@ -64,7 +65,10 @@ class SessionNotes:
     counts: dict[str, int] = field(default_factory=dict)
     """By the names of `COUNTS`."""
     refusal: str | None = None
-    """Code of the `TurnRefused` that answered the last request; None if that got an answer."""
+    """Code of the `TurnRefused` that answered the last request for a turn; None if that got an
+    answer."""
+    posted: Outcome | None = None
+    """The agent's own, by POST to the reward's URL; the last one counts."""
 
 
 COUNTS = {

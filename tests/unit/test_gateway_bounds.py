@@ -138,7 +138,7 @@ def test_any_other_body_is_a_400(gateway: Bench, body: bytes) -> None:
 def test_tokens_that_are_none_are_refused(gateway: Bench) -> None:
     async def agent(session, model):
         for ids in ([], [-1], [2**40], [1.5], ["1"], [True], [10**6], {"a": 1}):
-            answer = await post(f"{session.endpoint.base_url}/tokens", json={"ids": ids})
+            answer = await post(f"{session.endpoint.base_url}/tokens", json={"model": NAME, "ids": ids})
             assert answer.status_code == 400
 
     gateway.play(agent)
