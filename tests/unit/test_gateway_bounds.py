@@ -304,3 +304,57 @@ def test_an_error_of_the_controller_is_a_500(gateway: Bench) -> None:
 
     session, _ = gateway.play(agent, ValueError("a secret of the controller"))
     assert session.notes.delivered == set()
+
+
+def test_requests_with_a_closed_key_leave_nothing_behind(gateway: Bench) -> None:
+    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
+
+    async def agent(session, model):
+        async with gateway.gateways.session(LIMITS, model.answer, model.parse) as other:
+            url = f"{other.endpoint.base_url}/chat/completions"
+        sizes = []
+        async with plain_http() as http:
+            for num in (100, 400):
+                for _ in range(num):
+                    assert (await http.post(url, json=ASK)).status_code == 403
+                sizes.append(process.memory_info().rss)
+        assert sizes[1] - sizes[0] < 1 << 20
+
+    gateway.play(agent)
+
+
+def test_the_last_turns_refusal_is_not_that_of_another_request(gateway: Bench) -> None:
+    async def agent(session, model):
+        endpoint = session.endpoint
+        assert (await post(f"{endpoint.base_url}/chat/completions", json=ASK)).status_code == 200
+        assert (await post(f"{endpoint.base_url}/chat/completions", json=ASK)).status_code == 403
+        assert (await post(endpoint.reward_url, key=endpoint.reward_key, json={"reward": "high"})).status_code == 400
+        assert (await post(f"{endpoint.base_url}/responses", json=ASK)).status_code == 404
+
+    session, _ = gateway.play(agent, limits=replace(LIMITS, max_turns=1))
+    assert session.notes.refusal == "max_turns"
+    assert session.notes.counts["refused"] == 3
+
+
+def test_keys_are_closed_though_the_trajectory_is_cancelled_twice(gateway: Bench) -> None:
+    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
+
+    async def agent(session, model):
+        opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def other() -> None:
+            async with gateway.gateways.session(LIMITS, model.answer, model.parse) as second:
+                opened.set_result(second.endpoint.base_url)
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(other())
+        url = f"{await opened}/chat/completions"
+        process.suspend()  # it reads all at once afterwards
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        process.resume()
+        answer = await post(url, json=ASK)
+        assert answer.json()["error"]["code"] == "key_closed"
+
+    gateway.play(agent)
