@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_dapo.agents.channel import Channel
@@ -63,9 +64,9 @@ class GatewaySession:
         self._parts = parts
         self._channel = channel
         settings = parts.settings
-        self._conversations = Conversations(
-            parts.tokenizer, limits, settings.history, settings.template_kwargs, settings.apply_chat_template
-        )
+        # made in the thread, since it looks at the chat template
+        of_template = settings.history, settings.template_kwargs, settings.apply_chat_template
+        self._conversations = parts.texts.submit(Conversations, parts.tokenizer, limits, *of_template)
         self._num_asked = 0  # turns
         self._num_turns = 0  # answers, with those under way
         self._is_closed = False
@@ -148,7 +149,8 @@ class GatewaySession:
             _, late = await asyncio.wait(self._holders, timeout=_END_S)
             for holder in late:  # a client that does not read, or does not end its body
                 holder.cancel()
-        self.notes.counts["retokenized"] = self._conversations.num_retokenized
+        if self._conversations.done():
+            self.notes.counts["retokenized"] = self._conversations.result().num_retokenized
         return self.notes
 
     def add(self, name: str) -> None:
@@ -179,14 +181,14 @@ class GatewaySession:
 
     async def num_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens that the model would read. Raises TurnRefused."""
-        return await self._in_thread(self._conversations.num_tokens, request.messages, request.tools)
+        return await self._in_thread(Conversations.num_tokens, request.messages, request.tools)
 
     async def answer(self, request: ModelRequest) -> Reply:
         """Return the answers to a request. Raises TurnRefused, ChannelClosed."""
         if self._num_turns + request.num_choices > self.limits.max_turns:
             raise TurnRefused(403, "max_turns", f"The trajectory has had its {self.limits.max_turns} turns.")
         self._num_turns += request.num_choices
-        placing = self._parts.texts.submit(self._place, request)
+        placing = self._submit(partial(_placed, request, self.limits))
         try:
             place = await asyncio.wrap_future(placing)
             room = min(place.room, request.max_tokens or place.room)
@@ -201,29 +203,24 @@ class GatewaySession:
         identity, created = secrets.token_hex(12), int(time.time())
         return Reply(identity, request.model, created, choices, place.num_prompt, place.num_cached)
 
-    def _place(self, request: ModelRequest) -> TurnPlace:
-        if request.ids is not None:
-            return self._conversations.place_tokens(request.ids, request.num_choices)
-        most = self.limits.max_prompt_tokens + self.limits.max_response_tokens
-        if len(request.messages) > most:  # no template shows a message without a token
-            words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
-            raise TurnRefused(400, "context_length_exceeded", words)
-        return self._conversations.place(request.messages, request.tools, request.num_choices)
-
     def _forget(self, placing: "Future[TurnPlace]") -> None:
         """Drop the place of a request that gets no answer."""
         if not placing.cancelled() and placing.exception() is None:
-            self._parts.texts.submit(self._conversations.drop, placing.result())
+            self._submit(Conversations.drop, placing.result())
 
     async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._parts.texts, work, *arguments)
+        return await asyncio.wrap_future(self._submit(work, *arguments))
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
+        """Begin a method of the conversations."""
+        return self._parts.texts.submit(lambda: work(self._conversations.result(), *arguments))
 
     async def _shown(self, place: TurnPlace, request: ModelRequest, answer: Answer) -> Choice:
         """Add a node for an answer; return the answer as its client is shown it."""
         if request.ids is not None:
-            await self._in_thread(self._conversations.add, place, answer, None)
+            await self._in_thread(Conversations.add, place, answer, None)
             return Choice(answer, {}, answer.finish_reason)
-        text = await self._in_thread(self._conversations.read, place, answer.tokens, request.stop)
+        text = await self._in_thread(Conversations.read, place, answer.tokens, request.stop)
         parsers = self._parts.tool_parser, self._parts.reasoning_parser
         shown = await parsed(text, request.tools, self._parse, *parsers)
         if shown.is_ill_formed:
@@ -240,7 +237,7 @@ class GatewaySession:
                 }
                 for index, (name, words) in enumerate(shown.tool_calls)
             ]
-        await self._in_thread(self._conversations.add, place, answer, message)
+        await self._in_thread(Conversations.add, place, answer, message)
         is_call = shown.tool_calls and answer.finish_reason == "stop"
         decode = self._parts.tokenizer.decode
         names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]
@@ -261,3 +258,13 @@ class GatewaySession:
 def key_closed() -> TurnRefused:
     """Return the refusal after a trajectory's end."""
     return TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
+
+
+def _placed(request: ModelRequest, limits: Limits, conversations: Conversations) -> TurnPlace:
+    if request.ids is not None:
+        return conversations.place_tokens(request.ids, request.num_choices)
+    most = limits.max_prompt_tokens + limits.max_response_tokens
+    if len(request.messages) > most:  # no template shows a message without a token
+        words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
+        raise TurnRefused(400, "context_length_exceeded", words)
+    return conversations.place(request.messages, request.tools, request.num_choices)

@@ -137,7 +137,7 @@ class _Process:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", _MODULE),
                     stdin=its.fileno(),
-                    env=worker_environment(os.environ, (), ""),
+                    env=worker_environment(os.environ, (), "") | {"TOKENIZERS_PARALLELISM": "false"},
                     start_new_session=True,  # untouched by Ctrl-C
                 )
             self._channel = await open_channel(ours, self._take)

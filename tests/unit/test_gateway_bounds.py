@@ -192,7 +192,21 @@ def test_a_megabyte_of_text_keeps_no_other_trajectory_waiting(gateway: Bench) ->
 
     opened: list[bool] = []
     gateway.play(agent, limits=replace(LIMITS, max_prompt_tokens=20_000))
-    assert opened.count(False) > 3
+    assert opened.count(False) > 20
+
+
+def test_trajectories_that_begin_disturb_no_rendering(gateway: Bench) -> None:
+    many = ASK | {"messages": [{"role": "user", "content": "a"}] * 1000}
+
+    async def agent(session, model):
+        large = asyncio.ensure_future(post(f"{session.endpoint.base_url}/chat/completions", json=many))
+        async with asyncio.timeout(20):
+            while not large.done():
+                async with gateway.gateways.session(LIMITS, model.answer, model.parse):
+                    pass
+        assert (await large).status_code == 200
+
+    gateway.play(agent, limits=replace(LIMITS, max_prompt_tokens=50_000))
 
 
 def test_disconnects_leave_a_bounded_number_of_turns(gateway: Bench) -> None:
