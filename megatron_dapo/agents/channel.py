@@ -13,13 +13,13 @@ import orjson
 from megatron_dapo.agents.turns import TurnRefused
 
 _MAX_LINE_BYTES = 256 << 20  # far above a long branch's tokens; a longer one is none of ours
-_FAILED = (500, "server_error", "The trainer could not answer this request.")
+FAILED = (500, "server_error", "The trainer could not answer this request.")
 
 log = logging.getLogger(__name__)
 
 AnswerQuestion = Callable[[str, dict], Awaitable[Any]]
 """(name, fields) -> value. Its TurnRefused reaches the asker; any other error is logged, and reaches
-it as one with status 500."""
+it as `FAILED`."""
 
 
 class ChannelClosed(Exception):
@@ -83,7 +83,7 @@ class Channel:
                 asked.set_result(message["value"])
 
     async def _reply(self, question: dict) -> None:
-        reply: dict[str, Any] = {"refused": _FAILED}
+        reply: dict[str, Any] = {"refused": FAILED}
         try:
             reply = {"value": await self._answer(question["name"], question["fields"])}
         except TurnRefused as refused:

@@ -73,7 +73,7 @@ class _ChatBody(Body):
 
 
 def parse(fields: dict[str, Any]) -> ModelRequest:
-    """Return the request of a body. Raises BadRequest."""
+    """Return the request of a body. Raises TurnRefused."""
     body = read_body(_ChatBody, fields, _NEUTRAL)
     return ModelRequest(
         model=body.model,

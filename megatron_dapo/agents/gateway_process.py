@@ -19,10 +19,10 @@ import orjson
 from aiohttp import web
 
 from megatron_dapo.agents import chat_dialect, messages_dialect
-from megatron_dapo.agents.channel import open_channel
+from megatron_dapo.agents.channel import FAILED, open_channel
 from megatron_dapo.agents.gateway_session import GatewayParts, GatewaySession, key_closed
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import ModelRequest, Reply, check_model, check_request, is_overruled
+from megatron_dapo.agents.model_requests import OWN_SAMPLING, ModelRequest, Reply, check_model, check_request
 from megatron_dapo.agents.parsing import load_parser
 from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.agents.turns import Limits, TurnRefused
@@ -93,26 +93,25 @@ class Gateway:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         loop = asyncio.get_running_loop()
-        settings = self._settings
 
         def connection() -> asyncio.BaseProtocol:
             if len(server.connections) >= min(files - _SPARE_FILES, _MAX_CONNECTIONS):
                 return _TooMany()
             protocol = server()
             self._silent.add(protocol)
-            loop.call_later(settings.silence_s, self._drop_silent, protocol)
+            loop.call_later(self._settings.silence_s, self._drop_silent, protocol)
             return protocol
 
+        host, port, path = self._settings.host, self._settings.port, self._settings.socket
         try:
-            listener = await loop.create_server(connection, settings.host, settings.port or 0, backlog=1024)
-            await loop.create_unix_server(connection, settings.socket, backlog=1024)
+            listener = await loop.create_server(connection, host, port or 0, backlog=1024)
+            await loop.create_unix_server(connection, path, backlog=1024)
         except OSError as error:
             raise UserError(
-                f"{_KEYS}: a gateway cannot listen at host {settings.host!r}, port "
-                f"{settings.port or 'any'} and {settings.socket!r} ({error}); choose a free `port` (null = any), a "
-                f"`host` of this machine, and a short TMPDIR."
+                f"{_KEYS}: a gateway cannot listen at host {host!r}, port {port or 'any'} and {path!r} ({error}); "
+                f"choose a free `port` (null = any), a `host` of this machine, and a short TMPDIR."
             ) from error
-        os.chmod(settings.socket, 0o666)  # its folder is closed to others; a sandbox may run as another user
+        os.chmod(path, 0o666)  # its folder is closed to others; a sandbox may run as another user
         return listener.sockets[0].getsockname()[1]
 
     def _drop_silent(self, protocol: Any) -> None:
@@ -126,14 +125,12 @@ class Gateway:
         key, route = _key_and_route(request)
         is_anthropic = route.startswith("messages") or "anthropic-version" in request.headers
         dialect = _DIALECTS.get(route, messages_dialect if is_anthropic else chat_dialect)
-        session = None
+        session, is_of_reward = self._keys.get(key, (None, False))
         try:
-            if key in self._closed:
-                raise key_closed()
-            session, is_of_reward = self._keys.get(key, (None, False))
             if session is None or is_of_reward != (route == "reward"):
                 session = None
-                raise TurnRefused(401, "invalid_api_key", "This key is unknown here.")
+                unknown = TurnRefused(401, "invalid_api_key", "This key is unknown here.")
+                raise key_closed() if key in self._closed else unknown
             kind, _, wanted = route.partition("/")
             if request.method == "GET" and kind == "models":
                 return _json(200, self._models(wanted))
@@ -152,23 +149,16 @@ class Gateway:
     def _models(self, wanted: str) -> dict[str, Any]:
         """Return the wanted model, or for "" the list of it, as both APIs have it."""
         name = self._settings.model_name
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron_dapo"}
-        model |= {"type": "model", "display_name": name}
-        if wanted:
-            check_model(wanted, name)
-            return model
-        return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        check_model(wanted or name, name)
+        of_openai = {"object": "model", "created": 0, "owned_by": "megatron_dapo"}
+        model = {"id": name, "type": "model", "display_name": name, **of_openai}
+        listed = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return model if wanted else listed
 
     async def _answer(
         self, session: GatewaySession, request: web.BaseRequest, route: str, dialect: ModuleType
     ) -> web.StreamResponse:
-        body = await self._body(request)
-        try:
-            fields = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise TurnRefused(400, "invalid_json", f"The body is no JSON: {error}.") from None
-        if not isinstance(fields, dict):
-            raise TurnRefused(400, "invalid_json", "The body is no JSON object.")
+        body, fields = await self._fields(request)
         if route == "reward":
             session.post(fields)
             return _json(200, {})
@@ -176,7 +166,7 @@ class Gateway:
         check_request(asked, self._settings.model_name, session.limits.max_choices)
         if route == "messages/count_tokens":
             return _json(200, {"input_tokens": await session.num_tokens(asked)})
-        if is_overruled(fields):
+        if any(fields.get(name) is not None for name in OWN_SAMPLING):
             session.add("overruled")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         if is_retry:
@@ -185,21 +175,27 @@ class Gateway:
         async with session.joined(digest, is_retry, partial(session.answer, asked)) as task:
             return await self._deliver(session, request, asked, task, dialect)
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _fields(self, request: web.BaseRequest) -> tuple[bytes, dict[str, Any]]:
+        """Return the body, and the fields in it. Raises TurnRefused."""
         most = self._settings.max_request_mb << 20
-        too_large = TurnRefused(413, "request_too_large", f"The body has more than {most >> 20} MiB (max_request_mb).")
-        if (request.content_length or 0) > most:
-            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.silence_s):
-                async for part in request.content.iter_any():
+                while (request.content_length or 0) <= most and len(body) <= most:
+                    if not (part := await request.content.readany()):
+                        break
                     body += part
-                    if len(body) > most:
-                        raise too_large
+                else:
+                    words = f"The body has more than {most >> 20} MiB (max_request_mb)."
+                    raise TurnRefused(413, "request_too_large", words)
+            fields = orjson.loads(body)
         except (TimeoutError, aiohttp.ClientError, web.RequestPayloadError) as error:
             raise TurnRefused(400, "invalid_body", f"The body did not come: {error or 'too slow'}.") from None
-        return bytes(body)
+        except orjson.JSONDecodeError as error:
+            raise TurnRefused(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        if not isinstance(fields, dict):
+            raise TurnRefused(400, "invalid_json", "The body is no JSON object.")
+        return bytes(body), fields
 
     async def _deliver(
         self,
@@ -270,11 +266,11 @@ def _refused(error: Exception) -> TurnRefused:
     if isinstance(error, TurnRefused):
         return error
     log.error("a request failed", exc_info=error)
-    return TurnRefused(500, "server_error", "The trainer could not answer this request.")
+    return TurnRefused(*FAILED)
 
 
 def _error_body(error: TurnRefused, dialect: ModuleType) -> dict[str, Any]:
-    return dialect.error_body(error.status, error.code, str(error), getattr(error, "param", None))
+    return dialect.error_body(error.status, error.code, str(error), error.param)
 
 
 def _dumps(value: Any) -> bytes:

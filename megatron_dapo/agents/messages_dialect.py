@@ -6,7 +6,8 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from megatron_dapo.agents.model_requests import BadRequest, Body, ModelRequest, Reply, Stops, read_body
+from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, read_body
+from megatron_dapo.agents.turns import TurnRefused
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _NEUTRAL: dict[str, tuple] = {"mcp_servers": ([],), "container": ()}
@@ -36,9 +37,9 @@ class _Block(BaseModel):
     content: str | list[_TextBlock] | None = None  # of a result
 
     def need(self, name: str) -> str:
-        """Return a field that its type has. Raises BadRequest."""
+        """Return a field that its type has. Raises TurnRefused."""
         if (text := getattr(self, name)) is None:
-            raise BadRequest("messages", f"messages: a block of type {self.type} needs {name}.")
+            raise TurnRefused(400, "invalid_value", f"messages: a {self.type} block needs {name}.", "messages")
         return text
 
 
@@ -65,7 +66,7 @@ class _MessagesBody(Body):
 
 def parse(fields: dict[str, Any]) -> ModelRequest:
     """Return the request of a body; max_tokens may be missing, as in count_tokens. Raises
-    BadRequest."""
+    TurnRefused."""
     body = read_body(_MessagesBody, fields, _NEUTRAL)
     system = _text(body.system, "\n")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

@@ -30,12 +30,13 @@ class Answer:
 
 
 class TurnRefused(Exception):
-    """The trajectory takes no such request; `status`, `code` and the text go to the client."""
+    """The trajectory takes no such request; all go to the client. param: the field at fault."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 AnswerTurn = Callable[[Turn], Awaitable[list[Answer]]]
