@@ -132,8 +132,9 @@ class GatewaySession:
 
     def _drop_old(self, _: asyncio.Task) -> None:
         """Forget failed requests, which hold all that they came of, and old answers."""
-        ended = [each for each in self._requests if each.task.done() and not each.has_failed]
-        self._requests = self._under_way() + ended[-MAX_IN_FLIGHT:]
+        kept = [each for each in self._requests if not each.has_failed]
+        old = [each for each in kept if each.task.done()][:-MAX_IN_FLIGHT]
+        self._requests = [each for each in kept if each not in old]
 
     def check_open(self) -> None:
         """Raise TurnRefused after the trajectory's end."""
