@@ -72,19 +72,19 @@ def parse(fields: dict[str, Any]) -> ModelRequest:
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
         messages += _messages(message)
+    functions = [
+        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        for tool in body.tools
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
     return ModelRequest(
         model=body.model,
         messages=messages,
-        tools=[_tool(tool) for tool in body.tools] if body.tools and body.tool_choice.get("type") != "none" else None,
+        tools=tools if tools and body.tool_choice.get("type") != "none" else None,
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         is_streamed=body.stream,
     )
-
-
-def _tool(tool: _CustomTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
 
 
 def _messages(message: _BlockMessage) -> Iterator[dict[str, Any]]:
@@ -127,21 +127,18 @@ def events(reply: Reply, wants_usage: bool) -> Iterator[bytes]:
     start = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield event({"type": "message_start", "message": start})
     for index, block in enumerate(_blocks(reply)):
-        name, nothing, delta, word = _DELTAS[block["type"]]
-        yield event({"type": "content_block_start", "index": index, "content_block": {**block, name: nothing}})
-        change = block[name] if isinstance(nothing, str) else orjson.dumps(block[name]).decode()
-        yield event({"type": "content_block_delta", "index": index, "delta": {"type": delta, word: change}})
+        kind = block["type"]
+        if kind == "tool_use":
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        else:
+            start = {**block, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield event({"type": "content_block_start", "index": index, "content_block": start})
+        yield event({"type": "content_block_delta", "index": index, "delta": delta})
         yield event({"type": "content_block_stop", "index": index})
     yield event({"type": "message_delta", "delta": _end(reply), "usage": {"output_tokens": reply.num_completion}})
     yield event({"type": "message_stop"})
-
-
-# type of a block -> (its growing field, how that begins, type of the change, the change's field)
-_DELTAS: dict[str, tuple[str, Any, str, str]] = {
-    "text": ("text", "", "text_delta", "text"),
-    "thinking": ("thinking", "", "thinking_delta", "thinking"),
-    "tool_use": ("input", {}, "input_json_delta", "partial_json"),
-}
 
 
 def error_body(status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
