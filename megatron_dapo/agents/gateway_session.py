@@ -120,7 +120,7 @@ class GatewaySession:
             yield request.task
         finally:
             request.num_readers -= 1
-            if not request.num_readers:
+            if not request.num_readers and not request.task.done():
                 wait_s = self._parts.settings.retry_wait_s
                 request.expiry = asyncio.get_running_loop().call_later(wait_s, request.task.cancel)
                 orphans = [each for each in self._under_way() if not each.num_readers and not each.task.cancelling()]

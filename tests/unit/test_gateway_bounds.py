@@ -55,6 +55,13 @@ async def status(reader: asyncio.StreamReader) -> int:
     return int((await reader.readline()).split()[1])
 
 
+def process_of(session: Any) -> psutil.Process:
+    """Return the gateway that listens at a trajectory's socket."""
+    path = session.endpoint.socket
+    children = psutil.Process().children()
+    return next(child for child in children if any(each.laddr == path for each in child.net_connections("unix")))
+
+
 def test_a_key_reaches_its_own_trajectory_only(gateway: Bench) -> None:
     async def agent(session, model):
         url = session.endpoint.base_url.partition("/t/")[0]
@@ -223,11 +230,12 @@ def test_disconnects_leave_a_bounded_number_of_turns(gateway: Bench) -> None:
 
 def test_a_thousand_open_keys_are_cheap(gateway: Bench) -> None:
     model = ScriptedModel(gateway.folder)
-    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
 
     async def opened() -> None:
-        before = process.memory_info().rss
         async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(gateway.gateways.session(LIMITS, model.answer, model.parse))
+            process = process_of(session)
+            before = process.memory_info().rss
             sessions = [
                 await stack.enter_async_context(gateway.gateways.session(LIMITS, model.answer, model.parse))
                 for _ in range(1000)
@@ -320,11 +328,26 @@ def test_an_error_of_the_controller_is_a_500(gateway: Bench) -> None:
     assert session.notes.delivered == set()
 
 
-def test_requests_with_a_closed_key_leave_nothing_behind(gateway: Bench) -> None:
-    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
-
+def test_only_the_last_answers_are_kept_for_retries(lively: Bench) -> None:
     async def agent(session, model):
-        async with gateway.gateways.session(LIMITS, model.answer, model.parse) as other:
+        process = process_of(session)
+        sizes = []
+        async with plain_http() as http:
+            for number in range(32):
+                asked = ASK | {"messages": [{"role": "user", "content": f"ask {number}"}]}
+                answer = await http.post(f"{session.endpoint.base_url}/chat/completions", json=asked)
+                assert answer.status_code == 200
+                sizes.append(process.memory_info().rss)
+        # tokens and log-probs of an answer take 32 bytes a token and more, its node 4
+        assert sizes[-1] - sizes[MAX_IN_FLIGHT] < (len(sizes) - MAX_IN_FLIGHT) * 16_000 * 16
+
+    lively.play(agent, "x" * 16_000 + END, limits=replace(LIMITS, max_response_tokens=20_000, max_branches=100))
+
+
+def test_requests_with_a_closed_key_leave_nothing_behind(lively: Bench) -> None:
+    async def agent(session, model):
+        process = process_of(session)
+        async with lively.gateways.session(LIMITS, model.answer, model.parse) as other:
             url = f"{other.endpoint.base_url}/chat/completions"
         sizes = []
         async with plain_http() as http:
@@ -334,7 +357,7 @@ def test_requests_with_a_closed_key_leave_nothing_behind(gateway: Bench) -> None
                 sizes.append(process.memory_info().rss)
         assert sizes[1] - sizes[0] < 1 << 20
 
-    gateway.play(agent)
+    lively.play(agent)
 
 
 def test_the_last_turns_refusal_is_not_that_of_another_request(gateway: Bench) -> None:
@@ -351,9 +374,8 @@ def test_the_last_turns_refusal_is_not_that_of_another_request(gateway: Bench) -
 
 
 def test_keys_are_closed_though_the_trajectory_is_cancelled_twice(gateway: Bench) -> None:
-    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
-
     async def agent(session, model):
+        process = process_of(session)
         opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def other() -> None:
