@@ -328,22 +328,6 @@ def test_an_error_of_the_controller_is_a_500(gateway: Bench) -> None:
     assert session.notes.delivered == set()
 
 
-def test_only_the_last_answers_are_kept_for_retries(lively: Bench) -> None:
-    async def agent(session, model):
-        process = process_of(session)
-        sizes = []
-        async with plain_http() as http:
-            for number in range(32):
-                asked = ASK | {"messages": [{"role": "user", "content": f"ask {number}"}]}
-                answer = await http.post(f"{session.endpoint.base_url}/chat/completions", json=asked)
-                assert answer.status_code == 200
-                sizes.append(process.memory_info().rss)
-        # tokens and log-probs of an answer take 32 bytes a token and more, its node 4
-        assert sizes[-1] - sizes[MAX_IN_FLIGHT] < (len(sizes) - MAX_IN_FLIGHT) * 16_000 * 16
-
-    lively.play(agent, "x" * 16_000 + END, limits=replace(LIMITS, max_response_tokens=20_000, max_branches=100))
-
-
 def test_requests_with_a_closed_key_leave_nothing_behind(lively: Bench) -> None:
     async def agent(session, model):
         process = process_of(session)
@@ -358,6 +342,22 @@ def test_requests_with_a_closed_key_leave_nothing_behind(lively: Bench) -> None:
         assert sizes[1] - sizes[0] < 1 << 20
 
     lively.play(agent)
+
+
+def test_only_the_last_answers_are_kept_for_retries(lively: Bench) -> None:
+    async def agent(session, model):
+        process = process_of(session)
+        sizes = []
+        async with plain_http() as http:
+            for number in range(32):
+                asked = ASK | {"messages": [{"role": "user", "content": f"ask {number}"}]}
+                answer = await http.post(f"{session.endpoint.base_url}/chat/completions", json=asked)
+                assert answer.status_code == 200
+                sizes.append(process.memory_info().rss)
+        # tokens and log-probs of an answer take 32 bytes a token and more, its node 4
+        assert sizes[-1] - sizes[MAX_IN_FLIGHT] < (len(sizes) - MAX_IN_FLIGHT) * 16_000 * 16
+
+    lively.play(agent, "x" * 16_000 + END, limits=replace(LIMITS, max_response_tokens=20_000, max_branches=100))
 
 
 def test_the_last_turns_refusal_is_not_that_of_another_request(gateway: Bench) -> None:
