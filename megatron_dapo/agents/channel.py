@@ -13,8 +13,13 @@ import orjson
 from megatron_dapo.agents.turns import TurnRefused
 
 _MAX_LINE_BYTES = 256 << 20  # far above a long branch's tokens; a longer one is none of ours
+FAILED = (500, "server_error", "The trainer could not answer this request.")
 
 log = logging.getLogger(__name__)
+
+AnswerQuestion = Callable[[str, dict], Awaitable[Any]]
+"""(name, fields) -> value. Its TurnRefused reaches the asker; any other error is logged, and reaches
+it as `FAILED`."""
 
 
 class ChannelClosed(Exception):
@@ -22,37 +27,25 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One side. answer: called with the name and the fields of each question; its TurnRefused
-    reaches the asker, any other error is logged and reaches it as RuntimeError."""
+    """One side; `open_channel` makes it. Questions are taken once it serves."""
 
-    def __init__(self, side: socket.socket, answer: Callable[[str, dict], Awaitable[Any]]) -> None:
-        self._side = side
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: AnswerQuestion) -> None:
+        self._reader = reader
+        self._writer = writer
         self._answer = answer
-        self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._asked: dict[int, asyncio.Future] = {}
         self._answering: dict[int, asyncio.Task] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether the other side is there, as far as is known."""
-        return self._writer is not None
-
-    async def connect(self) -> None:
-        """Be ready to ask; answers need `serve`."""
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._side, limit=_MAX_LINE_BYTES)
-
     async def serve(self) -> None:
         """Answer questions until the other side has ended; then cancel the answers under way, and
         let all own questions raise ChannelClosed."""
-        assert self._writer is not None, "connect() comes first"
         try:
-            with suppress(ConnectionError, ValueError):
+            with suppress(ConnectionError, ValueError):  # half a line of a killed process
                 while line := await self._reader.readline():
                     self._take(orjson.loads(line))
         finally:
-            writer, self._writer = self._writer, None
-            writer.close()
+            self._writer.close()
             for task in self._answering.values():
                 task.cancel()
             for asked in self._asked.values():
@@ -62,7 +55,7 @@ class Channel:
     async def ask(self, name: str, fields: Any) -> Any:
         """Return the other side's answer to a question; cancelled, the other side's work is too.
 
-        Raises ChannelClosed, TurnRefused, or RuntimeError for an error over there.
+        Raises ChannelClosed, TurnRefused.
         """
         number = next(self._numbers)
         answered = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -86,30 +79,32 @@ class Channel:
         elif (asked := self._asked.get(message["answer"])) and not asked.done():  # else it was cancelled
             if "refused" in message:
                 asked.set_exception(TurnRefused(*message["refused"]))
-            elif "failed" in message:
-                asked.set_exception(RuntimeError(message["failed"]))
             else:
                 asked.set_result(message["value"])
 
     async def _reply(self, question: dict) -> None:
-        reply: dict[str, Any]
+        reply: dict[str, Any] = {"refused": FAILED}
         try:
             reply = {"value": await self._answer(question["name"], question["fields"])}
         except TurnRefused as refused:
             reply = {"refused": [refused.status, refused.code, str(refused)]}
         except asyncio.CancelledError:  # also by its own work
-            reply = {"failed": "cancelled"}
-        except Exception as error:
+            pass
+        except Exception:
             log.exception("the answer to %r failed", question["name"])
-            reply = {"failed": f"{type(error).__name__}: {error}"[:500]}
         with suppress(ChannelClosed):
             self._send({"answer": question["ask"], **reply})
 
     def _send(self, message: dict) -> None:
         """Write without a wait: each side has as many questions under way as it can bear."""
-        if self._writer is None or self._writer.is_closing():
+        if self._writer.is_closing():
             raise ChannelClosed
         self._writer.write(orjson.dumps(message, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+
+async def open_channel(side: socket.socket, answer: AnswerQuestion) -> Channel:
+    """Return this process's side of a pair of sockets."""
+    return Channel(*await asyncio.open_unix_connection(sock=side, limit=_MAX_LINE_BYTES), answer)
 
 
 def _plain(value: Any) -> Any:

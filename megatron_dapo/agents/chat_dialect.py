@@ -1,5 +1,5 @@
 """OpenAI's chat completions: requests, answers, streams and errors as its clients write and read
-them."""
+them; also turns in tokens, for `Endpoint.generate`."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -7,31 +7,17 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel
 
-from megatron_dapo.agents.model_requests import (
-    BadRequest,
-    Body,
-    Count,
-    ModelRequest,
-    Reply,
-    Stops,
-    StopText,
-    answerable,
-    read_body,
-)
+from megatron_dapo.agents.model_requests import Body, Count, ModelRequest, Reply, Stops, StopText, read_body
 
 PING = b": waiting\n\n"
 _NEUTRAL: dict[str, tuple] = {
     "response_format": ({"type": "text"},),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
+    "logit_bias": ({},),
     "functions": ([],),
-    "continue_final_message": (False,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
+    "repetition_penalty": (1,),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens"), (0,)),
+    **dict.fromkeys(("continue_final_message", "ignore_eos"), (False,)),
     **dict.fromkeys(("audio", "web_search_options", "regex", "ebnf", "json_schema", "structural_tag"), ()),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "stop_token_ids"), ()),
 }
@@ -40,32 +26,22 @@ _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 500: "serv
 
 class _Function(BaseModel):
     name: str
+    arguments: str = "{}"  # of a call
 
 
 class _ChatTool(BaseModel):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: _Function
 
 
-class _StreamOptions(BaseModel):
-    include_usage: bool | None = None
+class _ChatCall(_ChatTool):
+    id: str
 
 
 class _ChatPart(BaseModel):
     type: Literal["text", "refusal"]
     text: str = ""
     refusal: str = ""
-
-
-class _CalledFunction(BaseModel):
-    name: str
-    arguments: str
-
-
-class _ChatCall(BaseModel):
-    id: str
-    type: Literal["function"] = "function"
-    function: _CalledFunction
 
 
 class _ChatMessage(BaseModel):
@@ -78,44 +54,46 @@ class _ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return it with text as content, in a role that templates know."""
-        fields = self.model_dump(exclude_none=True)
+        fields = {"content": None, **self.model_dump(exclude_none=True)}
         if isinstance(self.content, list):
             fields["content"] = "".join(part.text + part.refusal for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"content": None, **fields, "role": role}
+        return fields if self.role != "developer" else {**fields, "role": "system"}
 
 
 class _ChatBody(Body):
-    messages: list[_ChatMessage]
+    messages: list[_ChatMessage] = []
+    ids: list[int] | None = None
     tools: list[_ChatTool] = []
     tool_choice: Literal["auto", "required", "none"] = "auto"
     max_completion_tokens: Count | None = None
     n: Count = 1
     stop: StopText | Stops = []
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[str, Any] = {}
     logprobs: bool = False
 
 
-def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
-    """Return the request of a body. Raises BadRequest."""
+def parse(fields: dict[str, Any]) -> ModelRequest:
+    """Return the request of a body. Raises TurnRefused."""
     body = read_body(_ChatBody, fields, _NEUTRAL)
-    if body.n > max_choices:
-        raise BadRequest("n", f"n must be {max_choices} at most (max_choices).")
     return ModelRequest(
         model=body.model,
-        messages=answerable([message.plain() for message in body.messages]),
+        messages=[message.plain() for message in body.messages],
         tools=fields["tools"] if body.tools and body.tool_choice != "none" else None,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         num_choices=body.n,
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop),
-        is_streamed=body.stream,
-        wants_usage=bool(body.stream_options.include_usage),
+        is_streamed=body.stream and body.ids is None,
+        wants_usage=body.stream_options.get("include_usage") is True,
         wants_log_probs=body.logprobs,
+        ids=body.ids,
     )
 
 
-def body(reply: Reply) -> dict[str, Any]:
-    """Return the answer that is not streamed."""
+def body(reply: Reply) -> Any:
+    """Return the answer that is not streamed; the first itself for a request in tokens."""
+    first = reply.choices[0]
+    if not first.message:
+        return first.answer
     choices = [
         {**_end(reply, place), "message": {**choice.message, "content": choice.message["content"] or None}}
         for place, choice in enumerate(reply.choices)
@@ -128,22 +106,22 @@ def events(reply: Reply, wants_usage: bool) -> Iterator[bytes]:
     head = _head(reply, "chat.completion.chunk")
     for place, choice in enumerate(reply.choices):
         for delta in _deltas(choice.message):
-            yield _event({**head, "choices": [{"index": place, "delta": delta, "finish_reason": None}]})
-        yield _event({**head, "choices": [{**_end(reply, place), "delta": {}}]})
+            yield event({**head, "choices": [{"index": place, "delta": delta, "finish_reason": None}]})
+        yield event({**head, "choices": [{**_end(reply, place), "delta": {}}]})
     if wants_usage:
-        yield _event({**head, "choices": [], "usage": _usage(reply)})
+        yield event({**head, "choices": [], "usage": _usage(reply)})
     yield b"data: [DONE]\n\n"
+
+
+def event(fields: dict[str, Any]) -> bytes:
+    """Return one event of a stream; that of an `error_body` is the last."""
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
 def error_body(status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
     """Return the body of a refusal."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_event(fields: dict[str, Any]) -> bytes:
-    """Return the last event of a stream that failed."""
-    return _event(fields)
 
 
 def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -172,11 +150,7 @@ def _end(reply: Reply, place: int) -> dict[str, Any]:
     choice = reply.choices[place]
     tokens = [
         {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, log_prob in zip(choice.token_texts, reply.answers[place].log_probs, strict=False)
+        for text, log_prob in zip(choice.token_texts, choice.answer.log_probs, strict=False)
     ]
     log_probs = {"content": tokens, "refusal": None} if tokens else None
     return {"index": place, "logprobs": log_probs, "finish_reason": choice.finish_reason}
-
-
-def _event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"

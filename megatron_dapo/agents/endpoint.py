@@ -44,9 +44,7 @@ class Endpoint:
 
         Raises TurnRefused for a limit or a bad request, ConnectionError if the trajectory is lost.
         """
-        body = orjson.dumps(
-            {"ids": list(map(int, ids)), "max_tokens": max_tokens},
-        )
+        body = orjson.dumps({"model": self.name, "ids": list(map(int, ids)), "max_tokens": max_tokens})
         no_limit = aiohttp.ClientTimeout(total=None)  # the trajectory's clock counts
         try:
             async with (

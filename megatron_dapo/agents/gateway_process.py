@@ -18,11 +18,11 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from megatron_dapo.agents import chat_dialect, messages_dialect, token_dialect
-from megatron_dapo.agents.channel import Channel
-from megatron_dapo.agents.gateway_session import GatewayParts, GatewaySession
+from megatron_dapo.agents import chat_dialect, messages_dialect
+from megatron_dapo.agents.channel import FAILED, open_channel
+from megatron_dapo.agents.gateway_session import GatewayParts, GatewaySession, key_closed
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import ModelRequest, Reply, check_model, is_overruled
+from megatron_dapo.agents.model_requests import OWN_SAMPLING, ModelRequest, Reply, check_model, check_request
 from megatron_dapo.agents.parsing import load_parser
 from megatron_dapo.agents.template_probe import template_fault
 from megatron_dapo.agents.turns import Limits, TurnRefused
@@ -34,9 +34,8 @@ _KEYS = "actor_rollout_ref.rollout.agent"
 _MAX_CONNECTIONS = 8192
 _SPARE_FILES = 64
 _MAX_CLOSED = 100_000
-_DIALECTS = {"chat/completions": chat_dialect, "messages": messages_dialect, "tokens": token_dialect}
+_DIALECTS = {"chat/completions": chat_dialect, "messages": messages_dialect, "tokens": chat_dialect}
 _ROUTES = {*_DIALECTS, "messages/count_tokens", "reward"}
-_CLOSED = TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
 
 log = logging.getLogger(__name__)
 
@@ -44,40 +43,34 @@ log = logging.getLogger(__name__)
 class Gateway:
     """The process: its keys, and its connections."""
 
-    def __init__(self, side: socket.socket) -> None:
-        self._channel = Channel(side, self._take)
-        self._sessions: dict[int, GatewaySession] = {}
-        # by hashes, so that no comparison tells of a key's letters: (session, whether it is that of the reward)
-        self._keys: dict[bytes, tuple[GatewaySession, bool]] = {}
-        self._closed: dict[bytes, None] = {}
+    def __init__(self) -> None:
+        self._keys: dict[str, tuple[GatewaySession, bool]] = {}  # (session, whether it is that of the reward)
+        self._closed: dict[str, None] = {}
         self._silent: set[asyncio.BaseProtocol] = set()  # connections before their first request
 
-    async def run(self) -> None:
+    async def run(self, side: socket.socket) -> None:
         """Serve until the controller has ended."""
-        await self._channel.connect()
+        self._channel = await open_channel(side, self._take)
         await self._channel.serve()
 
     async def _take(self, name: str, fields: dict[str, Any]) -> Any:
         """Answer the controller."""
         if name == "start":
             return await self._start(GatewaySettings(**fields))
-        number = fields["session"]
+        if name == "end":
+            return await self._keys[fields["session"]][0].end()
         if name == "open":
-            limits = Limits(**fields["limits"])
-            session = GatewaySession(number, self._parts, limits, self._channel)
-            self._sessions[number] = session
-            for is_of_reward, key in enumerate(fields["keys"]):
-                self._keys[_digest(key)] = session, bool(is_of_reward)
+            key, reward_key = fields["keys"]
+            session = GatewaySession(key, self._parts, Limits(**fields["limits"]), self._channel)
+            self._keys |= {key: (session, False), reward_key: (session, True)}
             return None
-        if name == "close":
-            session = self._sessions.pop(number)
-            for key in fields["keys"]:
-                del self._keys[_digest(key)]
-                self._closed[_digest(key)] = None
-            while len(self._closed) > _MAX_CLOSED:
-                del self._closed[next(iter(self._closed))]
-            return await session.end()
-        return await self._sessions[number].end()
+        ended = [self._keys.pop(key, None) for key in fields["keys"]]  # None: its opening was cancelled
+        self._closed |= dict.fromkeys(fields["keys"])
+        while len(self._closed) > _MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        if ended[0] is not None:
+            await ended[0][0].end()
+        return None
 
     async def _start(self, settings: GatewaySettings) -> dict[str, Any]:
         """Listen; return the port, or the user's mistake."""
@@ -100,26 +93,25 @@ class Gateway:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
         loop = asyncio.get_running_loop()
-        settings = self._settings
 
         def connection() -> asyncio.BaseProtocol:
             if len(server.connections) >= min(files - _SPARE_FILES, _MAX_CONNECTIONS):
                 return _TooMany()
             protocol = server()
             self._silent.add(protocol)
-            loop.call_later(settings.silence_s, self._drop_silent, protocol)
+            loop.call_later(self._settings.silence_s, self._drop_silent, protocol)
             return protocol
 
+        host, port, path = self._settings.host, self._settings.port, self._settings.socket
         try:
-            listener = await loop.create_server(connection, settings.host, settings.port or 0, backlog=1024)
-            await loop.create_unix_server(connection, settings.socket, backlog=1024)
+            listener = await loop.create_server(connection, host, port or 0, backlog=1024)
+            await loop.create_unix_server(connection, path, backlog=1024)
         except OSError as error:
             raise UserError(
-                f"{_KEYS}: a gateway cannot listen at host {settings.host!r}, port "
-                f"{settings.port or 'any'} and {settings.socket!r} ({error}); choose a free `port` (null = any), a "
-                f"`host` of this machine, and a short TMPDIR."
+                f"{_KEYS}: a gateway cannot listen at host {host!r}, port {port or 'any'} and {path!r} ({error}); "
+                f"choose a free `port` (null = any), a `host` of this machine, and a short TMPDIR."
             ) from error
-        os.chmod(settings.socket, 0o666)  # its folder is closed to others; a sandbox may run as another user
+        os.chmod(path, 0o666)  # its folder is closed to others; a sandbox may run as another user
         return listener.sockets[0].getsockname()[1]
 
     def _drop_silent(self, protocol: Any) -> None:
@@ -133,9 +125,12 @@ class Gateway:
         key, route = _key_and_route(request)
         is_anthropic = route.startswith("messages") or "anthropic-version" in request.headers
         dialect = _DIALECTS.get(route, messages_dialect if is_anthropic else chat_dialect)
-        session = None
+        session, is_of_reward = self._keys.get(key, (None, False))
         try:
-            session = self._session(key, route == "reward")
+            if session is None or is_of_reward != (route == "reward"):
+                session = None
+                unknown = TurnRefused(401, "invalid_api_key", "This key is unknown here.")
+                raise key_closed() if key in self._closed else unknown
             kind, _, wanted = route.partition("/")
             if request.method == "GET" and kind == "models":
                 return _json(200, self._models(wanted))
@@ -146,44 +141,33 @@ class Gateway:
         except ConnectionResetError:
             raise
         except Exception as error:
-            return _json(*_refusal(error, session, dialect))
-
-    def _session(self, key: str, is_of_reward: bool) -> GatewaySession:
-        digest = _digest(key)
-        if digest in self._closed:
-            raise _CLOSED
-        session, may_reward = self._keys.get(digest, (None, False))
-        if session is None or may_reward != is_of_reward:
-            raise TurnRefused(401, "invalid_api_key", "This key is unknown here.")
-        return session
+            refused = _refused(error)
+            if session is not None:
+                session.note_refusal(refused, route in _DIALECTS)
+            return _json(refused.status, _error_body(refused, dialect))
 
     def _models(self, wanted: str) -> dict[str, Any]:
         """Return the wanted model, or for "" the list of it, as both APIs have it."""
         name = self._settings.model_name
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "megatron_dapo"}
-        model |= {"type": "model", "display_name": name}
-        if wanted:
-            check_model(wanted, name)
-            return model
-        return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        check_model(wanted or name, name)
+        of_openai = {"object": "model", "created": 0, "owned_by": "megatron_dapo"}
+        model = {"id": name, "type": "model", "display_name": name, **of_openai}
+        listed = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return model if wanted else listed
 
     async def _answer(
         self, session: GatewaySession, request: web.BaseRequest, route: str, dialect: ModuleType
     ) -> web.StreamResponse:
-        body = await self._body(request)
-        try:
-            fields = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise TurnRefused(400, "invalid_json", f"The body is no JSON: {error}.") from None
-        if not isinstance(fields, dict):
-            raise TurnRefused(400, "invalid_json", "The body is no JSON object.")
+        body, fields = await self._fields(request)
         if route == "reward":
-            await session.post(fields)
+            session.post(fields)
             return _json(200, {})
-        asked = dialect.parse(fields, session.limits.max_choices)
+        loop = asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._parts.texts, dialect.parse, fields)  # seconds for a million parts
+        check_request(asked, self._settings.model_name, session.limits.max_choices)
         if route == "messages/count_tokens":
             return _json(200, {"input_tokens": await session.num_tokens(asked)})
-        if is_overruled(fields):
+        if any(fields.get(name) is not None for name in OWN_SAMPLING):
             session.add("overruled")
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         if is_retry:
@@ -192,21 +176,27 @@ class Gateway:
         async with session.joined(digest, is_retry, partial(session.answer, asked)) as task:
             return await self._deliver(session, request, asked, task, dialect)
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _fields(self, request: web.BaseRequest) -> tuple[bytes, dict[str, Any]]:
+        """Return the body, and the fields in it. Raises TurnRefused."""
         most = self._settings.max_request_mb << 20
-        too_large = TurnRefused(413, "request_too_large", f"The body has more than {most >> 20} MiB (max_request_mb).")
-        if (request.content_length or 0) > most:
-            raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.silence_s):
-                async for part in request.content.iter_any():
+                while (request.content_length or 0) <= most and len(body) <= most:
+                    if not (part := await request.content.readany()):
+                        break
                     body += part
-                    if len(body) > most:
-                        raise too_large
+                else:
+                    words = f"The body has more than {most >> 20} MiB (max_request_mb)."
+                    raise TurnRefused(413, "request_too_large", words)
+            fields = orjson.loads(body)
         except (TimeoutError, aiohttp.ClientError, web.RequestPayloadError) as error:
             raise TurnRefused(400, "invalid_body", f"The body did not come: {error or 'too slow'}.") from None
-        return bytes(body)
+        except orjson.JSONDecodeError as error:
+            raise TurnRefused(400, "invalid_json", f"The body is no JSON: {error}.") from None
+        if not isinstance(fields, dict):
+            raise TurnRefused(400, "invalid_json", "The body is no JSON object.")
+        return bytes(body), fields
 
     async def _deliver(
         self,
@@ -230,25 +220,25 @@ class Gateway:
             await response.write(dialect.PING if asked.is_streamed else b" ")
         try:
             if task.cancelled():
-                raise _CLOSED
+                raise key_closed()
             reply = task.result()
+            parts = dialect.events(reply, asked.wants_usage) if asked.is_streamed else [_dumps(dialect.body(reply))]
         except Exception as error:
             if not response.prepared:
                 raise
+            session.note_refusal(_refused(error), True)
             if not asked.is_streamed:
                 request.transport.abort()
                 return response
-            await response.write(dialect.error_event(_refusal(error, session, dialect)[1]))
-            await response.write_eof()
-            return response
-        parts = dialect.events(reply, asked.wants_usage) if asked.is_streamed else [_dumps(dialect.body(reply))]
+            parts, reply = [dialect.event(_error_body(_refused(error), dialect))], None
         text = b"".join(parts)
         if not response.prepared:
             response.content_length = len(text)
         await response.prepare(request)
         await response.write(text)
         await response.write_eof()
-        if request.transport is not None and not request.transport.is_closing():  # as after a failed write
+        is_there = request.transport is not None and not request.transport.is_closing()  # as after a failed write
+        if reply is not None and is_there:
             session.note_delivery(reply)
         return response
 
@@ -272,18 +262,16 @@ def _key_and_route(request: web.BaseRequest) -> tuple[str, str]:
     return key.strip(), "/".join(parts[1:] if parts[:1] == ["v1"] else parts)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()
+def _refused(error: Exception) -> TurnRefused:
+    """Return an error as the client is told it."""
+    if isinstance(error, TurnRefused):
+        return error
+    log.error("a request failed", exc_info=error)
+    return TurnRefused(*FAILED)
 
 
-def _refusal(error: Exception, session: GatewaySession | None, dialect: ModuleType) -> tuple[int, dict[str, Any]]:
-    """Return status and body, and note them."""
-    if not isinstance(error, TurnRefused):
-        log.error("a request failed", exc_info=error)
-        error = TurnRefused(500, "server_error", "The trainer could not answer this request.")
-    if session is not None:
-        session.note_refusal(error)
-    return error.status, dialect.error_body(error.status, error.code, str(error), getattr(error, "param", None))
+def _error_body(error: TurnRefused, dialect: ModuleType) -> dict[str, Any]:
+    return dialect.error_body(error.status, error.code, str(error), error.param)
 
 
 def _dumps(value: Any) -> bytes:
@@ -298,4 +286,4 @@ if __name__ == "__main__":
     logging.basicConfig(format="gateway: %(message)s")
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # of clients that speak no HTTP
     end_with_parent(os.getppid())
-    asyncio.run(Gateway(socket.socket(fileno=0)).run())
+    asyncio.run(Gateway().run(socket.socket(fileno=0)))

@@ -1,19 +1,19 @@
 """One trajectory's requests, in its gateway: their slots, retries, turns, and notes."""
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any
 
 from megatron_dapo.agents.channel import Channel
 from megatron_dapo.agents.conversation import Conversations, TurnPlace
 from megatron_dapo.agents.gateways import GatewaySettings
-from megatron_dapo.agents.model_requests import Choice, ModelRequest, Reply, check_model
+from megatron_dapo.agents.model_requests import Choice, ModelRequest, Reply
 from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.agents.parsing import Parser, parsed
 from megatron_dapo.agents.turns import Answer, Limits, SessionNotes, Turn, TurnRefused
@@ -39,36 +39,42 @@ class GatewayParts:
 
 
 @dataclass(eq=False)
-class _Running:
+class _Request:
     """A request under way or answered, and the number of connections that wait for it."""
 
+    body: bytes  # its hash
     task: asyncio.Task[Reply]
     num_readers: int = 0
+    expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Return whether it has no answer, and gets none."""
+        is_ended = self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+        return is_ended or self.task.cancelling() > 0
 
 
 class GatewaySession:
-    """A trajectory: its conversations, its requests under way, and what was seen of them."""
+    """A trajectory: its conversations, its requests, and what was seen of them."""
 
-    def __init__(self, number: int, parts: GatewayParts, limits: Limits, channel: Channel) -> None:
+    def __init__(self, key: str, parts: GatewayParts, limits: Limits, channel: Channel) -> None:
         self.limits = limits
         self.notes = SessionNotes()
-        self._number = number
+        self._key = key
         self._parts = parts
         self._channel = channel
         settings = parts.settings
-        self._conversations = Conversations(
-            parts.tokenizer, limits, settings.history, settings.template_kwargs, settings.apply_chat_template
-        )
-        self._requests = count()
-        self._num_turns = 0  # with those under way
+        # made in the thread, since it looks at the chat template
+        of_template = settings.history, settings.template_kwargs, settings.apply_chat_template
+        self._conversations = parts.texts.submit(Conversations, parts.tokenizer, limits, *of_template)
+        self._num_asked = 0  # turns
+        self._num_turns = 0  # answers, with those under way
         self._is_closed = False
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
         self._num_waiting = 0
         self._holders: set[asyncio.Task] = set()  # connections with a slot
-        self._running: dict[bytes, _Running] = {}  # the last one of each body
-        self._under_way: set[asyncio.Task] = set()
-        self._orphans: dict[_Running, asyncio.TimerHandle] = {}
-        self._told: set[asyncio.Task] = set()
+        self._requests: list[_Request] = []  # those under way, and the last that have ended
+        self._told: asyncio.Task | None = None
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -95,151 +101,127 @@ class GatewaySession:
         self, body: bytes, is_retry: bool, start: Callable[[], Coroutine[Any, Any, Reply]]
     ) -> AsyncIterator[asyncio.Task[Reply]]:
         """Lend the task that answers a body; a retry gets that of the request before, also if it has
-        answered.
+        answered lately.
 
         Without a reader for `retry_wait_s` it is cancelled; sooner if many have none.
 
         body: its hash.
         """
         self.check_open()
-        running = self._running.get(body) if is_retry else None
-        if running is None or running.task.cancelling():
-            running = self._running[body] = _Running(asyncio.create_task(start()))
-            self._under_way.add(running.task)
-            running.task.add_done_callback(partial(self._finish, body))
-        if expiry := self._orphans.pop(running, None):
-            expiry.cancel()
-        running.num_readers += 1
+        request = next((each for each in reversed(self._requests) if each.body == body), None)
+        if request is None or not is_retry or request.has_failed:
+            request = _Request(body, asyncio.create_task(start()))
+            request.task.add_done_callback(self._drop_old)
+            self._requests.append(request)
+        elif request.expiry is not None:
+            request.expiry.cancel()
+        request.num_readers += 1
         try:
-            yield running.task
+            yield request.task
         finally:
-            running.num_readers -= 1
-            if not running.num_readers and not running.task.done():
-                later = asyncio.get_running_loop().call_later(self._parts.settings.retry_wait_s, self._give_up, running)
-                self._orphans[running] = later
-                if len(self._orphans) > MAX_IN_FLIGHT:
-                    self._give_up(next(iter(self._orphans)))
+            request.num_readers -= 1
+            if not request.num_readers and not request.task.done():
+                wait_s = self._parts.settings.retry_wait_s
+                request.expiry = asyncio.get_running_loop().call_later(wait_s, request.task.cancel)
+                orphans = [each for each in self._under_way() if not each.num_readers and not each.task.cancelling()]
+                if len(orphans) > MAX_IN_FLIGHT:
+                    orphans[0].task.cancel()
 
-    def _finish(self, body: bytes, task: asyncio.Task) -> None:
-        self._under_way.discard(task)
-        is_error = task.cancelled() or task.exception()  # which holds all that it came of
-        if is_error and body in self._running and self._running[body].task is task:
-            del self._running[body]
+    def _under_way(self) -> list[_Request]:
+        return [each for each in self._requests if not each.task.done()]
 
-    def _give_up(self, running: _Running) -> None:
-        self._orphans.pop(running).cancel()
-        running.task.cancel()
+    def _drop_old(self, _: asyncio.Task) -> None:
+        """Forget failed requests, which hold all that they came of, and old answers."""
+        kept = [each for each in self._requests if not each.has_failed]
+        old = [each for each in kept if each.task.done()][:-MAX_IN_FLIGHT]
+        self._requests = [each for each in kept if each not in old]
 
     def check_open(self) -> None:
         """Raise TurnRefused after the trajectory's end."""
         if self._is_closed:
-            raise TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
+            raise key_closed()
 
     async def end(self) -> SessionNotes:
         """Take no further request, end those under way, and return the notes."""
         self._is_closed = True
-        for task in self._under_way:
-            task.cancel()
+        for request in self._under_way():
+            request.task.cancel()
         if self._holders:
             _, late = await asyncio.wait(self._holders, timeout=_END_S)
             for holder in late:  # a client that does not read, or does not end its body
                 holder.cancel()
-        self.notes.counts["retokenized"] = self._conversations.num_retokenized
+        if self._conversations.done():
+            self.notes.counts["retokenized"] = self._conversations.result().num_retokenized
         return self.notes
 
     def add(self, name: str) -> None:
         """Count something of `COUNTS`."""
         self.notes.counts[name] = self.notes.counts.get(name, 0) + 1
 
-    def note_refusal(self, refused: TurnRefused) -> None:
+    def note_refusal(self, refused: TurnRefused, is_turn: bool) -> None:
         """Note a request that got an error; tell the controller of limits that end a trajectory."""
         if self._is_closed:
             return
         self.add("refused")
-        self.notes.refusal = refused.code
-        if refused.code in _ENDING_LIMITS and not self._told:
-            fields = {"session": self._number, "code": refused.code}
-            self._told.add(asyncio.create_task(self._channel.ask("limit", fields)))
+        if is_turn:
+            self.notes.refusal = refused.code
+        if refused.code in _ENDING_LIMITS and self._told is None:
+            self._told = asyncio.create_task(self._ask("limit", code=refused.code))
 
     def note_delivery(self, reply: Reply) -> None:
         """Note that a client has been written a whole answer."""
-        self.notes.delivered |= {answer.node for answer in reply.answers}
+        self.notes.delivered |= {choice.answer.node for choice in reply.choices}
         self.notes.refusal = None
 
-    async def post(self, outcome: dict[str, Any]) -> None:
-        """Tell the controller the agent's outcome. Raises TurnRefused."""
+    def post(self, outcome: dict[str, Any]) -> None:
+        """Take the agent's outcome. Raises TurnRefused."""
         try:
-            await self._channel.ask("posted", {"session": self._number, "outcome": outcome_of(outcome)})
+            self.notes.posted = outcome_of(outcome)
         except ValueError as error:
             raise TurnRefused(400, "invalid_value", str(error)) from None
 
     async def num_tokens(self, request: ModelRequest) -> int:
         """Return the number of tokens that the model would read. Raises TurnRefused."""
-        check_model(request.model, self._parts.settings.model_name)
-        return await self._in_thread(self._conversations.num_tokens, request.messages, request.tools)
+        return await self._in_thread(Conversations.num_tokens, request.messages, request.tools)
 
     async def answer(self, request: ModelRequest) -> Reply:
-        """Return the answers to a request. Raises TurnRefused, ChannelClosed, RuntimeError."""
-        num = request.num_choices
-        if self._num_turns + num > self.limits.max_turns:
+        """Return the answers to a request. Raises TurnRefused, ChannelClosed."""
+        if self._num_turns + request.num_choices > self.limits.max_turns:
             raise TurnRefused(403, "max_turns", f"The trajectory has had its {self.limits.max_turns} turns.")
-        self._num_turns += num
-        try:
-            return await self._answer(request)
-        except BaseException:
-            self._num_turns -= num
-            raise
-
-    async def _answer(self, request: ModelRequest) -> Reply:
-        if request.ids is None:
-            check_model(request.model, self._parts.settings.model_name)
-        placing = self._parts.texts.submit(self._place, request)
+        self._num_turns += request.num_choices
+        placing = self._submit(partial(_placed, request, self.limits))
         try:
             place = await asyncio.wrap_future(placing)
-        except asyncio.CancelledError:
+            room = min(place.room, request.max_tokens or place.room)
+            turn = Turn(self._num_asked, place.parent, place.suffix, room, request.num_choices, request.stop)
+            self._num_asked += 1
+            answers = [Answer(**fields) for fields in await self._ask("turn", turn=turn)]
+            choices = [await self._shown(place, request, answer) for answer in answers]
+        except BaseException:
+            self._num_turns -= request.num_choices
             placing.add_done_callback(self._forget)
             raise
-        room = min(place.room, request.max_tokens or place.room)
-        turn = Turn(next(self._requests), place.parent, place.suffix, room, request.num_choices, request.stop)
-        try:
-            fields = await self._channel.ask("turn", {"session": self._number, "turn": turn})
-        except BaseException:
-            self._forget(placing)
-            raise
-        answers = [Answer(**answer) for answer in fields]
-        return Reply(
-            identity=f"{self._number}-{turn.request}",
-            model=self._parts.settings.model_name,
-            created=int(time.time()),
-            choices=[await self._shown(place, request, answer) for answer in answers],
-            answers=answers,
-            num_prompt=place.num_prompt,
-            num_cached=place.num_cached,
-        )
-
-    def _place(self, request: ModelRequest) -> TurnPlace:
-        if request.ids is not None:
-            return self._conversations.place_tokens(request.ids)
-        most = self.limits.max_prompt_tokens + self.limits.max_response_tokens
-        if len(request.messages) > most:  # no template shows a message without a token
-            words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
-            raise TurnRefused(400, "context_length_exceeded", words)
-        return self._conversations.place(request.messages, request.tools, request.num_choices)
+        identity, created = secrets.token_hex(12), int(time.time())
+        return Reply(identity, request.model, created, choices, place.num_prompt, place.num_cached)
 
     def _forget(self, placing: "Future[TurnPlace]") -> None:
         """Drop the place of a request that gets no answer."""
         if not placing.cancelled() and placing.exception() is None:
-            self._parts.texts.submit(self._conversations.drop, placing.result())
+            self._submit(Conversations.drop, placing.result())
 
     async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._parts.texts, work, *arguments)
+        return await asyncio.wrap_future(self._submit(work, *arguments))
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future:
+        """Begin a method of the conversations."""
+        return self._parts.texts.submit(lambda: work(self._conversations.result(), *arguments))
 
     async def _shown(self, place: TurnPlace, request: ModelRequest, answer: Answer) -> Choice:
         """Add a node for an answer; return the answer as its client is shown it."""
         if request.ids is not None:
-            await self._in_thread(self._conversations.add, place, answer, None)
-            return Choice({}, answer.finish_reason, None, [])
-        text = await self._in_thread(self._conversations.read, place, answer.tokens, request.stop)
+            await self._in_thread(Conversations.add, place, answer, None)
+            return Choice(answer, {}, answer.finish_reason)
+        text = await self._in_thread(Conversations.read, place, answer.tokens, request.stop)
         parsers = self._parts.tool_parser, self._parts.reasoning_parser
         shown = await parsed(text, request.tools, self._parse, *parsers)
         if shown.is_ill_formed:
@@ -248,19 +230,42 @@ class GatewaySession:
         if shown.reasoning:
             message["reasoning_content"] = shown.reasoning
         if shown.tool_calls:
-            functions = [{"name": name, "arguments": arguments} for name, arguments in shown.tool_calls]
             message["tool_calls"] = [
-                {"id": f"call_{answer.node}_{index}", "type": "function", "function": function}
-                for index, function in enumerate(functions)
+                {
+                    "id": f"call_{answer.node}_{index}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": words},
+                }
+                for index, (name, words) in enumerate(shown.tool_calls)
             ]
-        await self._in_thread(self._conversations.add, place, answer, message)
+        await self._in_thread(Conversations.add, place, answer, message)
         is_call = shown.tool_calls and answer.finish_reason == "stop"
         decode = self._parts.tokenizer.decode
         names = [decode([token], skip_special_tokens=False) for token in answer.tokens if request.wants_log_probs]
-        return Choice(message, "tool_calls" if is_call else answer.finish_reason, text.stop, names)
+        return Choice(answer, message, "tool_calls" if is_call else answer.finish_reason, text.stop, names)
 
     async def _parse(self, route: str, fields: dict[str, Any]) -> Any:
         try:
-            return await self._channel.ask("parse", {"session": self._number, "route": route, "fields": fields})
+            return await self._ask("parse", route=route, fields=fields)
         except TurnRefused as error:
+            if error.status != 400:
+                raise
             raise ValueError(str(error)) from error
+
+    async def _ask(self, name: str, **fields: Any) -> Any:
+        return await self._channel.ask(name, {"session": self._key, **fields})
+
+
+def key_closed() -> TurnRefused:
+    """Return the refusal after a trajectory's end."""
+    return TurnRefused(403, "key_closed", "The trajectory of this key has ended.")
+
+
+def _placed(request: ModelRequest, limits: Limits, conversations: Conversations) -> TurnPlace:
+    if request.ids is not None:
+        return conversations.place_tokens(request.ids, request.num_choices)
+    most = limits.max_prompt_tokens + limits.max_response_tokens
+    if len(request.messages) > most:  # no template shows a message without a token
+        words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
+        raise TurnRefused(400, "context_length_exceeded", words)
+    return conversations.place(request.messages, request.tools, request.num_choices)

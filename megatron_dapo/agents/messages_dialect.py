@@ -1,12 +1,13 @@
 """Anthropic's messages: requests, answers, streams and errors as its clients write and read them."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, Discriminator
+from pydantic import BaseModel
 
-from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, answerable, read_body
+from megatron_dapo.agents.model_requests import Body, ModelRequest, Reply, Stops, read_body
+from megatron_dapo.agents.turns import TurnRefused
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _NEUTRAL: dict[str, tuple] = {"mcp_servers": ([],), "container": ()}
@@ -25,34 +26,26 @@ class _TextBlock(BaseModel):
     text: str
 
 
-class _ThinkingBlock(BaseModel):
-    type: Literal["thinking"]
-    thinking: str
-
-
-class _RedactedBlock(BaseModel):
-    type: Literal["redacted_thinking"]
-
-
-class _CallBlock(BaseModel):
-    type: Literal["tool_use"]
-    id: str
-    name: str
+class _Block(BaseModel):
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None  # of a call
+    name: str | None = None
     input: dict[str, Any] = {}
+    tool_use_id: str | None = None
+    content: str | list[_TextBlock] | None = None  # of a result
 
-
-class _ResultBlock(BaseModel):
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[_TextBlock] | None = None
-
-
-_AnyBlock = _TextBlock | _ThinkingBlock | _RedactedBlock | _CallBlock | _ResultBlock
+    def need(self, name: str) -> str:
+        """Return a field that its type has. Raises TurnRefused."""
+        if (text := getattr(self, name)) is None:
+            raise TurnRefused(400, "invalid_value", f"messages: a {self.type} block needs {name}.", "messages")
+        return text
 
 
 class _BlockMessage(BaseModel):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Annotated[_AnyBlock, Discriminator("type")]]
+    content: str | list[_Block]
 
 
 class _CustomTool(BaseModel):
@@ -62,72 +55,64 @@ class _CustomTool(BaseModel):
     input_schema: dict[str, Any] = {}
 
 
-class _ToolChoice(BaseModel):
-    type: Literal["auto", "any", "none"] = "auto"
-
-
-class _OutputConfig(BaseModel):
-    format: None = None
-
-
 class _MessagesBody(Body):
     messages: list[_BlockMessage]
     system: str | list[_TextBlock] = ""
     tools: list[_CustomTool] = []
-    tool_choice: _ToolChoice = _ToolChoice()
+    tool_choice: dict[str, Literal["auto", "any", "none"] | bool] = {}
     stop_sequences: Stops = []
-    output_config: _OutputConfig = _OutputConfig()
+    output_config: dict[str, str | None] = {}  # a format of the answer is an object
 
 
-def parse(fields: dict[str, Any], max_choices: int) -> ModelRequest:
+def parse(fields: dict[str, Any]) -> ModelRequest:
     """Return the request of a body; max_tokens may be missing, as in count_tokens. Raises
-    BadRequest."""
+    TurnRefused."""
     body = read_body(_MessagesBody, fields, _NEUTRAL)
-    system = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
+    system = _text(body.system, "\n")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in body.messages:
         messages += _messages(message)
+    functions = [
+        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        for tool in body.tools
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
     return ModelRequest(
         model=body.model,
-        messages=answerable(messages),
-        tools=[_tool(tool) for tool in body.tools] if body.tools and body.tool_choice.type != "none" else None,
+        messages=messages,
+        tools=tools if tools and body.tool_choice.get("type") != "none" else None,
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences),
         is_streamed=body.stream,
     )
 
 
-def _tool(tool: _CustomTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
-
-
 def _messages(message: _BlockMessage) -> Iterator[dict[str, Any]]:
     """Yield a message as OpenAI's API has it: a tool's result is a message of its own."""
-    role, blocks = message.role, message.content
-    if isinstance(blocks, str):
-        blocks = [_TextBlock(type="text", text=blocks)]
     own: dict[str, Any] = {}  # a message under way
+    blocks = message.content if isinstance(message.content, list) else [_Block(type="text", text=message.content)]
     for block in blocks:
-        if isinstance(block, _ResultBlock):
+        if block.type == "tool_result":
             if own:
-                yield {"role": role, "content": None, **own}
+                yield {"role": message.role, "content": None, **own}
                 own = {}
-            content = block.content if isinstance(block.content, str) else _joined(block.content or [])
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
-        elif isinstance(block, _TextBlock):
-            own["content"] = own.get("content", "") + block.text
-        elif isinstance(block, _ThinkingBlock):
-            own["reasoning_content"] = own.get("reasoning_content", "") + block.thinking
-        elif isinstance(block, _CallBlock):
-            function = {"name": block.name, "arguments": orjson.dumps(block.input).decode()}
-            own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+            content = _text(block.content or "")
+            yield {"role": "tool", "tool_call_id": block.need("tool_use_id"), "content": content}
+        elif block.type == "tool_use":
+            function = {"name": block.need("name"), "arguments": orjson.dumps(block.input).decode()}
+            call = {"id": block.need("id"), "type": "function", "function": function}
+            own.setdefault("tool_calls", []).append(call)
+        elif block.type == "redacted_thinking":
+            own.setdefault("content", None)
+        else:
+            field = {"text": "content", "thinking": "reasoning_content"}[block.type]
+            own[field] = (own.get(field) or "") + block.need(block.type)
     if own or not blocks:
-        yield {"role": role, "content": None, **own}
+        yield {"role": message.role, "content": None, **own}
 
 
-def _joined(blocks: list[_TextBlock]) -> str:
-    return "".join(block.text for block in blocks)
+def _text(content: str | list[_TextBlock], between: str = "") -> str:
+    return content if isinstance(content, str) else between.join(block.text for block in content)
 
 
 def body(reply: Reply) -> dict[str, Any]:
@@ -140,23 +125,20 @@ def events(reply: Reply, wants_usage: bool) -> Iterator[bytes]:
     """Yield the events of a streamed answer."""
     usage = {**_read(reply), "output_tokens": 0}
     start = {**_head(reply), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-    yield _event("message_start", message=start)
+    yield event({"type": "message_start", "message": start})
     for index, block in enumerate(_blocks(reply)):
-        name, nothing, delta, word = _DELTAS[block["type"]]
-        yield _event("content_block_start", index=index, content_block={**block, name: nothing})
-        change = block[name] if isinstance(nothing, str) else orjson.dumps(block[name]).decode()
-        yield _event("content_block_delta", index=index, delta={"type": delta, word: change})
-        yield _event("content_block_stop", index=index)
-    yield _event("message_delta", delta=_end(reply), usage={"output_tokens": reply.num_completion})
-    yield _event("message_stop")
-
-
-# type of a block -> (its growing field, how that begins, type of the change, the change's field)
-_DELTAS: dict[str, tuple[str, Any, str, str]] = {
-    "text": ("text", "", "text_delta", "text"),
-    "thinking": ("thinking", "", "thinking_delta", "thinking"),
-    "tool_use": ("input", {}, "input_json_delta", "partial_json"),
-}
+        kind = block["type"]
+        if kind == "tool_use":
+            start = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": orjson.dumps(block["input"]).decode()}
+        else:
+            start = {**block, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield event({"type": "content_block_start", "index": index, "content_block": start})
+        yield event({"type": "content_block_delta", "index": index, "delta": delta})
+        yield event({"type": "content_block_stop", "index": index})
+    yield event({"type": "message_delta", "delta": _end(reply), "usage": {"output_tokens": reply.num_completion}})
+    yield event({"type": "message_stop"})
 
 
 def error_body(status: int, code: str, message: str, param: str | None) -> dict[str, Any]:
@@ -166,9 +148,9 @@ def error_body(status: int, code: str, message: str, param: str | None) -> dict[
     return {"type": "error", "error": {"type": kind, "message": words, "param": param, "code": code}}
 
 
-def error_event(fields: dict[str, Any]) -> bytes:
-    """Return the last event of a stream that failed."""
-    return _event("error", error=fields["error"])
+def event(fields: dict[str, Any]) -> bytes:
+    """Return one event of a stream; that of an `error_body` is the last."""
+    return b"event: " + fields["type"].encode() + b"\ndata: " + orjson.dumps(fields) + b"\n\n"
 
 
 def _head(reply: Reply) -> dict[str, Any]:
@@ -208,7 +190,3 @@ def _object(function: dict[str, str]) -> dict[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind, **fields}) + b"\n\n"

@@ -1,6 +1,6 @@
 """A client's request and its answers, whichever API it speaks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -11,15 +11,8 @@ from megatron_dapo.agents.turns import Answer, TurnRefused
 Count = Annotated[int, Field(ge=1)]
 StopText = Annotated[str, Field(min_length=1, max_length=200)]
 Stops = Annotated[list[StopText], Field(max_length=16)]
-_OWN_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "chat_template_kwargs"}  # the run's replace them
-
-
-class BadRequest(TurnRefused):
-    """A wrong field, or one that asks for more than a model in training may be asked."""
-
-    def __init__(self, param: str, message: str, status: int = 400, code: str = "invalid_value") -> None:
-        super().__init__(status, code, message)
-        self.param = param
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "chat_template_kwargs")
+"""Fields of a body that the run's own values replace."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +39,15 @@ class ModelRequest:
 class Choice:
     """One answer as its client is shown it."""
 
+    answer: Answer
     message: dict[str, Any]
-    """As in OpenAI's API."""
+    """As in OpenAI's API; empty for a request in tokens."""
     finish_reason: str
     """stop | length | tool_calls"""
-    stop: str | None
+    stop: str | None = None
     """The text of the request's `stop` that ended it."""
-    token_texts: list[str]
-    """For log-probs; [] unless asked for."""
+    token_texts: Sequence[str] = ()
+    """For log-probs; none unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +57,7 @@ class Reply:
     identity: str
     model: str
     created: int
-    answers: Sequence[Answer]
     choices: Sequence[Choice]
-    """Of the answers, in their order."""
     num_prompt: int
     num_cached: int
     """Of the prompt's tokens: those of an earlier turn."""
@@ -73,7 +65,7 @@ class Reply:
     @property
     def num_completion(self) -> int:
         """Return the number of all answers' tokens."""
-        return sum(len(answer.tokens) for answer in self.answers)
+        return sum(len(choice.answer.tokens) for choice in self.choices)
 
 
 class Body(BaseModel):
@@ -86,43 +78,40 @@ class Body(BaseModel):
     max_tokens: Count | None = None
 
 
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def read_body(kind: type[AnyBody], fields: Mapping[str, Any], neutral: Mapping[str, tuple] = {}) -> AnyBody:
+def read_body(kind: type[AnyBody], fields: dict[str, Any], neutral: dict[str, tuple]) -> AnyBody:
     """Return the fields of a body; null is the same as none.
 
     neutral: fields that would change what is sampled -> their values that ask for nothing.
 
-    Raises BadRequest.
+    Raises TurnRefused.
     """
     present = {name: value for name, value in fields.items() if value is not None}
     for name in neutral.keys() & present.keys():
         if present[name] not in neutral[name]:
-            raise BadRequest(name, f"{name} is not supported here; leave it out.", code="unsupported_parameter")
+            raise TurnRefused(400, "unsupported_parameter", f"{name} is not supported here; leave it out.", name)
     try:
         return kind.model_validate(present)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise BadRequest(str(first["loc"][0]), f"{place}: {first['msg']}"[:500]) from None
+        words = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise TurnRefused(400, "invalid_value", words[:500], str(first["loc"][0])) from None
 
 
 def check_model(wanted: str, name: str) -> None:
-    """Raise BadRequest for another model than ours."""
+    """Raise TurnRefused for another model than ours."""
     if wanted != name:
         words = f"The model {wanted[:100]!r} does not exist; here is {name!r}."
-        raise BadRequest("model", words, 404, "model_not_found")
+        raise TurnRefused(404, "model_not_found", words, "model")
 
 
-def answerable(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages that a model can answer. Raises BadRequest."""
-    if not messages or messages[-1]["role"] == "assistant":
+def check_request(request: ModelRequest, name: str, max_choices: int) -> None:
+    """Raise TurnRefused for a request that our model, `name`, cannot answer."""
+    check_model(request.model, name)
+    if request.num_choices > max_choices:
+        raise TurnRefused(400, "invalid_value", f"n must be {max_choices} at most (max_choices).", "n")
+    if request.ids is None and (not request.messages or request.messages[-1]["role"] == "assistant"):
         words = "messages must end with a message of another role than assistant: begun answers are not taken."
-        raise BadRequest("messages", words)
-    return messages
-
-
-def is_overruled(fields: Mapping[str, Any]) -> bool:
-    """Return whether a body has sampling parameters of its own."""
-    return any(fields.get(name) is not None for name in _OWN_SAMPLING)
+        raise TurnRefused(400, "invalid_value", words, "messages")

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.data.token_arrays import TokenIds
 
 
@@ -29,12 +30,13 @@ class Answer:
 
 
 class TurnRefused(Exception):
-    """The trajectory takes no such request; `status`, `code` and the text go to the client."""
+    """The trajectory takes no such request; all go to the client. param: the field at fault."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 AnswerTurn = Callable[[Turn], Awaitable[list[Answer]]]
@@ -64,7 +66,10 @@ class SessionNotes:
     counts: dict[str, int] = field(default_factory=dict)
     """By the names of `COUNTS`."""
     refusal: str | None = None
-    """Code of the `TurnRefused` that answered the last request; None if that got an answer."""
+    """Code of the `TurnRefused` that answered the last request for a turn; None if that got an
+    answer."""
+    posted: Outcome | None = None
+    """The agent's own, by POST to the reward's URL; the last one counts."""
 
 
 COUNTS = {

@@ -272,7 +272,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text. Raises ValueError for a text that the tokenizer refuses."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # lets other threads run, and computes no places in the text
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except Exception as error:  # bare ones: a vocabulary without a token for unknown text
             raise ValueError(f"the model's tokenizer refuses it: {error}") from error
 

@@ -64,6 +64,17 @@ def test_a_killed_gateway_costs_its_sessions_and_comes_back_at_its_port(tmp_path
     assert processes() == []
 
 
+def test_closed_gateways_start_no_process(tmp_path: Path) -> None:
+    async def agent(session, model):
+        raise AssertionError("a session of closed gateways")
+
+    with bench(tmp_path / "m") as gateway:
+        gateway.runner.run(gateway.gateways.close())
+        with pytest.raises(GatewayLost, match="are closed"):
+            gateway.play(agent)
+    assert processes() == []
+
+
 def test_a_gateway_that_hangs_is_killed(tmp_path: Path) -> None:
     with bench(tmp_path / "m", answer_timeout_s=0.5) as gateway:
 

@@ -55,6 +55,13 @@ async def status(reader: asyncio.StreamReader) -> int:
     return int((await reader.readline()).split()[1])
 
 
+def process_of(session: Any) -> psutil.Process:
+    """Return the gateway that listens at a trajectory's socket."""
+    path = session.endpoint.socket
+    children = psutil.Process().children()
+    return next(child for child in children if any(each.laddr == path for each in child.net_connections("unix")))
+
+
 def test_a_key_reaches_its_own_trajectory_only(gateway: Bench) -> None:
     async def agent(session, model):
         url = session.endpoint.base_url.partition("/t/")[0]
@@ -138,7 +145,7 @@ def test_any_other_body_is_a_400(gateway: Bench, body: bytes) -> None:
 def test_tokens_that_are_none_are_refused(gateway: Bench) -> None:
     async def agent(session, model):
         for ids in ([], [-1], [2**40], [1.5], ["1"], [True], [10**6], {"a": 1}):
-            answer = await post(f"{session.endpoint.base_url}/tokens", json={"ids": ids})
+            answer = await post(f"{session.endpoint.base_url}/tokens", json={"model": NAME, "ids": ids})
             assert answer.status_code == 400
 
     gateway.play(agent)
@@ -192,7 +199,21 @@ def test_a_megabyte_of_text_keeps_no_other_trajectory_waiting(gateway: Bench) ->
 
     opened: list[bool] = []
     gateway.play(agent, limits=replace(LIMITS, max_prompt_tokens=20_000))
-    assert opened.count(False) > 3
+    assert opened.count(False) > 20
+
+
+def test_trajectories_that_begin_disturb_no_rendering(gateway: Bench) -> None:
+    many = ASK | {"messages": [{"role": "user", "content": "a"}] * 1000}
+
+    async def agent(session, model):
+        large = asyncio.ensure_future(post(f"{session.endpoint.base_url}/chat/completions", json=many))
+        async with asyncio.timeout(20):
+            while not large.done():
+                async with gateway.gateways.session(LIMITS, model.answer, model.parse):
+                    pass
+        assert (await large).status_code == 200
+
+    gateway.play(agent, limits=replace(LIMITS, max_prompt_tokens=50_000))
 
 
 def test_disconnects_leave_a_bounded_number_of_turns(gateway: Bench) -> None:
@@ -209,11 +230,12 @@ def test_disconnects_leave_a_bounded_number_of_turns(gateway: Bench) -> None:
 
 def test_a_thousand_open_keys_are_cheap(gateway: Bench) -> None:
     model = ScriptedModel(gateway.folder)
-    process = next(child for child in psutil.Process().children() if "gateway_process" in " ".join(child.cmdline()))
 
     async def opened() -> None:
-        before = process.memory_info().rss
         async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(gateway.gateways.session(LIMITS, model.answer, model.parse))
+            process = process_of(session)
+            before = process.memory_info().rss
             sessions = [
                 await stack.enter_async_context(gateway.gateways.session(LIMITS, model.answer, model.parse))
                 for _ in range(1000)
@@ -304,3 +326,71 @@ def test_an_error_of_the_controller_is_a_500(gateway: Bench) -> None:
 
     session, _ = gateway.play(agent, ValueError("a secret of the controller"))
     assert session.notes.delivered == set()
+
+
+def test_requests_with_a_closed_key_leave_nothing_behind(lively: Bench) -> None:
+    async def agent(session, model):
+        process = process_of(session)
+        async with lively.gateways.session(LIMITS, model.answer, model.parse) as other:
+            url = f"{other.endpoint.base_url}/chat/completions"
+        sizes = []
+        async with plain_http() as http:
+            for num in (100, 400):
+                for _ in range(num):
+                    assert (await http.post(url, json=ASK)).status_code == 403
+                sizes.append(process.memory_info().rss)
+        assert sizes[1] - sizes[0] < 1 << 20
+
+    lively.play(agent)
+
+
+def test_only_the_last_answers_are_kept_for_retries(lively: Bench) -> None:
+    async def agent(session, model):
+        process = process_of(session)
+        sizes = []
+        async with plain_http() as http:
+            for number in range(32):
+                asked = ASK | {"messages": [{"role": "user", "content": f"ask {number}"}]}
+                answer = await http.post(f"{session.endpoint.base_url}/chat/completions", json=asked)
+                assert answer.status_code == 200
+                sizes.append(process.memory_info().rss)
+        # tokens and log-probs of an answer take 32 bytes a token and more, its node 4
+        assert sizes[-1] - sizes[MAX_IN_FLIGHT] < (len(sizes) - MAX_IN_FLIGHT) * 16_000 * 16
+
+    lively.play(agent, "x" * 16_000 + END, limits=replace(LIMITS, max_response_tokens=20_000, max_branches=100))
+
+
+def test_the_last_turns_refusal_is_not_that_of_another_request(gateway: Bench) -> None:
+    async def agent(session, model):
+        endpoint = session.endpoint
+        assert (await post(f"{endpoint.base_url}/chat/completions", json=ASK)).status_code == 200
+        assert (await post(f"{endpoint.base_url}/chat/completions", json=ASK)).status_code == 403
+        assert (await post(endpoint.reward_url, key=endpoint.reward_key, json={"reward": "high"})).status_code == 400
+        assert (await post(f"{endpoint.base_url}/responses", json=ASK)).status_code == 404
+
+    session, _ = gateway.play(agent, limits=replace(LIMITS, max_turns=1))
+    assert session.notes.refusal == "max_turns"
+    assert session.notes.counts["refused"] == 3
+
+
+def test_keys_are_closed_though_the_trajectory_is_cancelled_twice(gateway: Bench) -> None:
+    async def agent(session, model):
+        process = process_of(session)
+        opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def other() -> None:
+            async with gateway.gateways.session(LIMITS, model.answer, model.parse) as second:
+                opened.set_result(second.endpoint.base_url)
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(other())
+        url = f"{await opened}/chat/completions"
+        process.suspend()  # it reads all at once afterwards
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
+        process.resume()
+        answer = await post(url, json=ASK)
+        assert answer.json()["error"]["code"] == "key_closed"
+
+    gateway.play(agent)

@@ -304,6 +304,27 @@ def test_a_retry_joins_its_request_and_the_same_body_alone_does_not(gateway: Ben
     assert session.notes.counts["retries"] == 2
 
 
+def test_a_retry_joins_the_last_of_equal_requests(gateway: Bench) -> None:
+    async def agent(session, model):
+        chat = openai_client(session).chat.completions
+        model.gate.set()
+        first = await chat.create(model=NAME, messages=ASK)
+        model.gate.clear()
+        second = asyncio.ensure_future(chat.create(model=NAME, messages=ASK))
+        while len(model.turns) < 2:
+            await asyncio.sleep(0)
+        await refused(chat.create(model=NAME, messages=[{"role": "user", "content": "x" * 2100}]), openai.APIError)
+        headers = {"x-stainless-retry-count": "1"}
+        again = asyncio.ensure_future(chat.create(model=NAME, messages=ASK, extra_headers=headers))
+        done, _ = await asyncio.wait({again}, timeout=0.1)
+        assert not done
+        model.gate.set()
+        assert (await again).id == (await second).id != first.id
+
+    _, model = gateway.play(agent, gate=True)
+    assert len(model.turns) == 2
+
+
 def test_a_request_without_its_client_is_cancelled(gateway: Bench) -> None:
     async def agent(session, model):
         impatient = openai_client(session, timeout=0.1, max_retries=0).chat.completions

@@ -145,6 +145,16 @@ def test_a_conversation_with_thoughts_calls_and_results_is_one_branch(gateway: B
     )
 
 
+def test_a_message_of_hidden_thoughts_alone_is_one(gateway: Bench) -> None:
+    hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+
+    async def agent(session, model):
+        assert (await post(session, {"messages": [ASK, hidden, ASK]})).status_code == 200
+
+    _, model = gateway.play(agent)
+    assert f"<|im_start|>assistant\n{END}\n<|im_start|>user" in model.text(model.turns[0])
+
+
 def test_tokens_are_counted_without_a_turn(gateway: Bench) -> None:
     async def agent(session, model):
         fields = {"model": NAME, "messages": [ASK], "tools": TOOLS}
@@ -166,6 +176,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "invalid_request_error", "messages"),
         ({"messages": [ASK, {"role": "assistant", "content": "I"}]}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, 400, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "invalid_request_error", "messages"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"tool_choice": {"type": "tool", "name": "add"}}, 400, "invalid_request_error", "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools"),
