@@ -355,6 +355,15 @@ def test_what_the_template_cannot_tell_the_model_is_refused(tokenizers, template
     assert (status, code) == (400, "invalid_value") and re.search(words, text)
 
 
+@pytest.mark.parametrize("depth", [101, 900])
+def test_tools_nested_too_deep_for_a_template_are_refused(tokenizer, depth):
+    parameters = {}
+    for _ in range(depth):
+        parameters = {"a": parameters}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    assert refusal(Talk(tokenizer).ask, ASK, tools)[:2] == (400, "invalid_value")
+
+
 def test_without_a_template_contents_are_joined_and_tools_refused(tokenizer):
     talk = Talk(tokenizer, template=False)
     assert talk.text(talk.ask([user("2+2="), user("?")])) == "2+2=?"

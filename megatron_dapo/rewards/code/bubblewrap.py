@@ -35,7 +35,6 @@ class Way:
 USER_NAMESPACE = Way("a user namespace")
 ROOT = Way("namespaces made by root", is_root=True)
 UNSANDBOXED = Way("none", is_sandbox=False)
-WAYS = {way.name: way for way in (USER_NAMESPACE, ROOT)}
 
 
 def enclose(

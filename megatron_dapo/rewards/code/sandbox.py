@@ -42,6 +42,7 @@ except OSError:
     pass
 print("limited" if count < 100 else "unlimited")
 """
+INTERPRETER = (os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8")
 CURE = (
     "install bubblewrap 0.7 or newer (`make setup-sandbox`), and let this user make namespaces (sysctl "
     "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
@@ -199,7 +200,7 @@ class Sandbox:
 
 def _start(way: Way) -> subprocess.Popen:
     """Start inside.py. Its only ways out are the pipes."""
-    python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(inside)]
+    python = [*INTERPRETER, "-c", inspect.getsource(inside)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
