@@ -4,7 +4,6 @@ An answer is a node. Its tokens are the model's own, behind those of its request
 of text again.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import numpy as np
 from megatron_dapo.agents.canonical import Message, call_ids, calls_of, digest, message_digest, template_message
 from megatron_dapo.agents.template_probe import arguments_are_text
 from megatron_dapo.agents.turns import Answer, Limits, TurnRefused
+from megatron_dapo.common.bounded import MAX_DEPTH, depth_of
 from megatron_dapo.data.chat_template import Variables
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, joined, token_array
 from megatron_dapo.data.tokenizer import ASSISTANT, Tokenizer
@@ -30,9 +30,9 @@ class TurnPlace:
     parent: int | None  # the node before; None: `suffix` is a whole prompt
     suffix: np.ndarray  # [L], tokens read since the parent's last
     room: int  # most tokens of an answer
+    num_root: int  # tokens of the branch's first prompt
     num_cached: int  # tokens up to the parent's last
     digest: bytes | None  # of the messages; None for a request in tokens
-    tokens_digest: bytes  # of the suffix
     num_answers: int
     nodes: set[int] = field(default_factory=set)  # its answers
 
@@ -57,7 +57,7 @@ class _Node:
     parent: int | None
     segment: np.ndarray  # tokens behind the parent's last, with the answer's
     num_tokens: int  # of the branch up to here
-    num_root: int  # of the branch's first prompt
+    num_root: int  # as its place's
     last_token: int | None  # None: the answer is empty
     reasoning: str | None
     call_ids: set[str]  # of the branch up to here
@@ -97,7 +97,7 @@ class Conversations:
         node, suffix, of = self._found(messages, tools)
         return self._placed(node, suffix, of, num_answers)
 
-    def place_tokens(self, ids: Sequence[int], num_answers: int = 1) -> TurnPlace:
+    def place_tokens(self, ids: Sequence[int]) -> TurnPlace:
         """Return the place of a prompt in tokens: behind the node whose tokens begin it.
 
         Raises TurnRefused as `place`.
@@ -108,7 +108,7 @@ class Conversations:
                 raise ValueError(f"must have tokens, from 0 to {self._tokenizer.num_tokens - 1}")
         except ValueError as error:
             raise TurnRefused(400, "invalid_value", f"The prompt {error}.") from error
-        return self._placed(*self._split(tokens), None, num_answers)
+        return self._placed(*self._split(tokens), None, 1)
 
     def num_tokens(self, messages: Messages, tools: Messages | None) -> int:
         """Return the number of tokens that the model would read. Raises TurnRefused."""
@@ -134,7 +134,7 @@ class Conversations:
             parent=place.parent,
             segment=segment,
             num_tokens=place.num_cached + len(segment),
-            num_root=parent.num_root if parent else len(place.suffix),
+            num_root=place.num_root,
             last_token=int(segment[-1]) if len(answer.tokens) else None,
             reasoning=(message or {}).get("reasoning_content"),
             call_ids=(parent.call_ids if parent else set()) | call_ids(message or {}),
@@ -153,11 +153,13 @@ class Conversations:
 
     def _found(self, messages: Messages, tools: Messages | None) -> tuple[_Node | None, np.ndarray, bytes]:
         """Return the node before a request, the tokens behind it, and the messages' hash."""
-        digests = [digest(b"", [list(tools or ()), dict(self._template_kwargs)])]
-        for message in messages:
-            digests.append(message_digest(digests[-1], message))
         variables = {**self._template_kwargs, "tools": tools}
         try:
+            if depth_of(tools) > MAX_DEPTH:
+                raise ValueError(f"tools are nested more than {MAX_DEPTH} deep")
+            digests = [digest(b"", list(tools or ()))]
+            for message in messages:
+                digests.append(message_digest(digests[-1], message))
             behind = self._appended(messages, digests, variables) if self._history == "tokens" else None
             node, suffix = behind or self._split(np.array(self._rendered(messages, variables), TOKEN))
         except ValueError as error:
@@ -212,18 +214,18 @@ class Conversations:
     def _placed(self, node: _Node | None, suffix: np.ndarray, of: bytes | None, num_answers: int) -> TurnPlace:
         limits = self._limits
         num_cached, num_root = (node.num_tokens, node.num_root) if node else (0, len(suffix))
+        num_prompt = num_cached + len(suffix)
         most = num_root + limits.max_response_tokens if node else limits.max_prompt_tokens
-        room = num_root + limits.max_response_tokens - num_cached - len(suffix)
-        if room <= 0 or num_cached + len(suffix) > most:
+        room = num_root + limits.max_response_tokens - num_prompt
+        if room <= 0 or num_prompt > most:
             raise TurnRefused(
                 400,
                 "context_length_exceeded",
                 f"This model's maximum context length is {most} tokens. However, your messages resulted in "
-                f"{num_cached + len(suffix)} tokens. Please reduce the length of the messages.",
+                f"{num_prompt} tokens. Please reduce the length of the messages.",
             )
         room = min(room, limits.max_tokens_per_turn or room)
-        of_tokens = hashlib.sha256(suffix.tobytes()).digest()
-        place = TurnPlace(node.number if node else None, suffix, room, num_cached, of, of_tokens, num_answers)
+        place = TurnPlace(node.number if node else None, suffix, room, num_root, num_cached, of, num_answers)
         if _num_branches([*self._places, place]) > limits.max_branches:
             raise TurnRefused(403, "max_branches", f"The trajectory has had its {limits.max_branches} branches.")
         self._places.append(place)
@@ -242,9 +244,7 @@ def _num_branches(places: list[TurnPlace]) -> int:
     Of the same request asked again the last one counts, and those with further turns behind them.
     """
     parents = {place.parent for place in places}
-    last = {(place.parent, place.tokens_digest): place for place in places}
+    last = {(place.parent, place.suffix.tobytes()): place for place in places}.values()
     return sum(
-        place.num_answers - len(parents & place.nodes)
-        for place in places
-        if parents & place.nodes or last[place.parent, place.tokens_digest] is place
+        place.num_answers - len(parents & place.nodes) for place in places if parents & place.nodes or place in last
     )

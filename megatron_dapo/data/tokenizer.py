@@ -97,30 +97,29 @@ class Tokenizer:
         """
         if not apply_chat_template:
             return tuple(self.encode(_joined(messages)))
-        try:
-            tokens = self.encode(self.turn_text(messages, variables))
-        except ValueError:
-            if not calls:
-                raise
-            tokens = self.encode(self.turn_text(messages, variables, calls))
-            # the model wrote the rest of the last call
-            ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
-            if not ends:
-                raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token") from None
-            tokens = tokens[ends[0] :]
+        tokens = self.encode(self.turn_text(messages, variables, calls))
         end = tokens.index(last_token) if last_token in tokens else -1
         # for Llama 2 the text is " </s>"
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
     def turn_text(self, messages: Messages, variables: Variables = NONE, calls: Messages = ()) -> str:
-        """Return the template's text from an assistant's last word to the next one's first.
+        """Return the template's text from an assistant's last word to the next one's first; if it takes
+        calls for that, from the end of their turn. Raises as `encode_turn`."""
+        try:
+            return self._behind({"role": ASSISTANT, "content": _MARK}, messages, variables)
+        except ValueError:
+            if not calls:
+                raise
+        calling = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
+        text = self._behind(calling, messages, variables)
+        ends = [text.find(self.decode([token], skip_special_tokens=False)) for token in self.eos_token_ids]
+        if max(ends, default=-1) < 0:
+            raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token")
+        return text[min(end for end in ends if end >= 0) :]
 
-        With calls the word is the last argument of the last one. Raises as `encode_turn`.
-        """
-        turn: dict[str, Any] = {"role": ASSISTANT, "content": _MARK}
-        if calls:
-            turn = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
+    def _behind(self, turn: dict[str, Any], messages: Messages, variables: Variables) -> str:
+        """Return the text behind the mark in a turn."""
         talk = [{"role": "user", "content": "-"}, turn, *messages]
         _, is_shown, after = self.full_text(talk, variables).rpartition(_MARK)
         if not is_shown:
