@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ _ANSWERS = ("ground_truth", "extra_info")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")  # there in every sandbox
 _BESIDE_BIN = ("bin", "lib", "lib64", "libexec", "ssl")
 _MAX_LINKS = 40
+_TASK, _RESULT = "task.json", "result.json"
 
 
 class CommandAgent:
@@ -75,27 +77,25 @@ class CommandAgent:
     async def _run_outside(self, task: AgentTask, endpoint: Endpoint) -> Message:
         """Run with this user's rights, and files in a folder that is removed."""
         folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
-        task_file, result_file = (Path(folder.name, name) for name in ("task.json", "result.json"))
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         variables |= _variables(endpoint) | {"TMPDIR": folder.name}
         try:
-            task_file.write_text(_task_text(asdict(task), endpoint))
-            ended = await run_to_end(self._filled(endpoint, str(task_file), str(result_file)), variables, self._grace_s)
-            return _message(ended, partial(_content, result_file), False)
+            Path(folder.name, _TASK).write_text(_task_text(asdict(task), endpoint))
+            ended = await run_to_end(self._filled(endpoint, folder.name), variables, self._grace_s)
+            return _message(ended, partial(_content, Path(folder.name, _RESULT)), False)
         finally:
             with suppress(OSError, RecursionError):  # of very deep folders
                 await asyncio.to_thread(folder.cleanup)
 
     async def _run_inside(self, task: AgentTask, endpoint: Endpoint) -> Message:
         """Run in a sandbox, where all is the model's: neither the answers nor the reward's key go in."""
-        outside = endpoint.base_url.partition(f"/t/{endpoint.key}")[0]
-        urls = {name: getattr(endpoint, name).removeprefix(outside) for name in ("base_url", "anthropic_url")}
-        urls = {name: f"http://127.0.0.1:{PORT}{path}" for name, path in urls.items()}
+        outside, inside = endpoint.base_url.partition("/t/")[0], f"http://127.0.0.1:{PORT}"
+        urls = {name: getattr(endpoint, name).replace(outside, inside, 1) for name in ("base_url", "anthropic_url")}
         inner = replace(endpoint, **urls, reward_url="", reward_key="", socket="")
         shown = {name: value for name, value in asdict(task).items() if name not in _ANSWERS}
         ended = await run_in_sandbox(
-            self._filled(inner, "/tmp/task.json", "/tmp/result.json"),
-            files={"task.json": _task_text(shown, inner)},
+            self._filled(inner, "/tmp"),
+            files={_TASK: _task_text(shown, inner)},
             paths=self._paths,
             environment={name: os.environ[name] for name in self._pass_env} | _variables(inner),
             timeout_s=math.inf,
@@ -103,16 +103,14 @@ class CommandAgent:
         )
         return _message(ended, lambda: ended.result, True)
 
-    def _filled(self, endpoint: Endpoint, task_file: str, result_file: str) -> list[str]:
-        words = self._words
-        for name, text in (
-            ("{base_url}", endpoint.base_url.replace(f"/t/{endpoint.key}", "")),
-            ("{model}", endpoint.name),
-            ("{task_file}", task_file),
-            ("{result_file}", result_file),
-        ):
-            words = [word.replace(name, text) for word in words]
-        return words
+    def _filled(self, endpoint: Endpoint, folder: str) -> list[str]:
+        texts = {
+            "{base_url}": endpoint.base_url.replace(f"/t/{endpoint.key}", ""),
+            "{model}": endpoint.name,
+            "{task_file}": f"{folder}/{_TASK}",
+            "{result_file}": f"{folder}/{_RESULT}",
+        }
+        return [re.sub("|".join(texts), lambda found: texts[found[0]], word) for word in self._words]
 
 
 def _message(ended: Ended, content: Callable[[], bytes], is_sandboxed: bool) -> Message:

@@ -2,25 +2,30 @@
 
 An answer is a node. Its tokens are the model's own, behind those of its request, and are never made
 of text again.
+
+Messages are hashed by role, text and calls: clients send the same one with other white space in
+JSON, with null for an empty text, with text in parts, and with fields of their own.
 """
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_dapo.agents.canonical import Message, call_ids, calls_of, digest, message_digest, template_message
 from megatron_dapo.agents.template_probe import arguments_are_text
 from megatron_dapo.agents.turns import Answer, Limits, TurnRefused
-from megatron_dapo.common.bounded import MAX_DEPTH, depth_of
+from megatron_dapo.common.bounded import MAX_DEPTH, depth_of, parse_json
+from megatron_dapo.data.chat_messages import Messages
 from megatron_dapo.data.chat_template import Variables
 from megatron_dapo.data.token_arrays import TOKEN, TokenIds, joined, token_array
 from megatron_dapo.data.tokenizer import ASSISTANT, Tokenizer
 
 _OPENING_TOKENS = 16  # of a prompt's end, to see whether it opens the model's thoughts
-Messages = Sequence[Message]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +142,11 @@ class Conversations:
             num_root=place.num_root,
             last_token=int(segment[-1]) if len(answer.tokens) else None,
             reasoning=(message or {}).get("reasoning_content"),
-            call_ids=(parent.call_ids if parent else set()) | call_ids(message or {}),
+            call_ids=(parent.call_ids if parent else set()) | _call_ids(message or {}),
         )
         place.nodes.add(answer.node)
         if place.digest is not None and message is not None:
-            self._by_digest[message_digest(place.digest, message)].append(node)
+            self._by_digest[_message_digest(place.digest, message)].append(node)
         try:
             self.num_retokenized += self._tokenizer.encode(self._text(answer.tokens)) != list(answer.tokens)
         except ValueError:  # no token stands for a part of it
@@ -157,9 +162,9 @@ class Conversations:
         try:
             if depth_of(tools) > MAX_DEPTH:
                 raise ValueError(f"tools are nested more than {MAX_DEPTH} deep")
-            digests = [digest(b"", list(tools or ()))]
+            digests = [_digest(b"", list(tools or ()))]
             for message in messages:
-                digests.append(message_digest(digests[-1], message))
+                digests.append(_message_digest(digests[-1], message))
             behind = self._appended(messages, digests, variables) if self._history == "tokens" else None
             node, suffix = behind or self._split(np.array(self._rendered(messages, variables), TOKEN))
         except ValueError as error:
@@ -176,11 +181,11 @@ class Conversations:
         if not size or any(message["role"] == ASSISTANT for message in rest):
             return None
         # of several the one with the calls or thoughts that the client tells
-        echoed = {name for message in messages[:size] for name in call_ids(message)}
+        echoed = {name for message in messages[:size] for name in _call_ids(message)}
         thoughts = messages[size - 1].get("reasoning_content")
         nodes = self._by_digest[digests[size]]
         node = max(nodes, key=lambda n: (len(n.call_ids & echoed), n.reasoning == thoughts, n.number))
-        calls = calls_of(self._shown(messages[size - 1 : size])[0])
+        calls = _calls_of(self._shown(messages[size - 1 : size])[0])
         try:
             turn = self._tokenizer.encode_turn(rest, node.last_token, self._has_template, variables, calls)
         except ValueError:
@@ -193,7 +198,7 @@ class Conversations:
         text = self._tokenizer.full_text(shown, variables) if self._has_template else ""
         for kind, functions in (
             ("tool", variables["tools"] or ()),
-            ("call", [call for message in shown for call in calls_of(message)]),
+            ("call", [call for message in shown for call in _calls_of(message)]),
         ):
             if hidden := [row["function"]["name"] for row in functions if row["function"]["name"] not in text]:
                 raise ValueError(f"the model's chat template shows no {kind} of {hidden[0]!r:.100}")
@@ -232,7 +237,7 @@ class Conversations:
         return place
 
     def _shown(self, messages: Messages) -> list[Message]:
-        return [template_message(message, self._arguments_are_text) for message in messages]
+        return [_template_message(message, self._arguments_are_text) for message in messages]
 
     def _text(self, tokens: TokenIds) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -248,3 +253,74 @@ def _num_branches(places: list[TurnPlace]) -> int:
     return sum(
         place.num_answers - len(parents & place.nodes) for place in places if parents & place.nodes or place in last
     )
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    """Return the hash of a JSON value behind others."""
+    return hashlib.sha256(before + json.dumps(_plain(value), sort_keys=True).encode()).digest()
+
+
+def _message_digest(before: bytes, message: Message) -> bytes:
+    """Return the hash of a conversation with one message more: of its role, text and calls."""
+    calls = [[call["function"]["name"], _value(call["function"]["arguments"])] for call in _calls_of(message)]
+    return _digest(before, [message["role"], _content(message), calls])
+
+
+def _calls_of(message: Message) -> list[Message]:
+    """Return the calls of tools of a message."""
+    return message.get("tool_calls") or []
+
+
+def _call_ids(message: Message) -> set[str]:
+    """Return the ids of the calls of a message."""
+    return {call["id"] for call in _calls_of(message)}
+
+
+def _template_message(message: Message, arguments_are_text: bool) -> Message:
+    """Return a message for a chat template.
+
+    arguments_are_text: it reads a call's arguments as JSON text, else as an object.
+    """
+    shown = {**message, "content": _content(message)}
+    if thoughts := shown.get("reasoning_content"):
+        if not (_calls_of(message) and shown["content"]):  # which gpt-oss' template refuses together
+            shown["thinking"] = thoughts
+    if "tool_call_id" in shown:
+        shown["tool_call_id"] = _short(shown["tool_call_id"])
+    if "tool_calls" in shown:
+        shown["tool_calls"] = [
+            {**call, "id": _short(call["id"]), "function": _function(call["function"], arguments_are_text)}
+            for call in _calls_of(message)
+        ]
+    return shown
+
+
+def _content(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _function(function: Message, arguments_are_text: bool) -> Message:
+    return function if arguments_are_text else {**function, "arguments": _value(function["arguments"])}
+
+
+def _value(arguments: str) -> Any:
+    """Return the JSON value of a call's arguments; a text that is no JSON as it is."""
+    try:
+        return parse_json(arguments or "{}")
+    except ValueError:
+        return arguments
+
+
+def _short(name: str) -> str:
+    """Return the id of a call as Mistral's templates require it, 9 letters and digits."""
+    return hashlib.sha256(name.encode()).hexdigest()[:9]
+
+
+def _plain(value: Any) -> Any:
+    """Return a JSON value with whole numbers as such: JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {key: _plain(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_plain(child) for child in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

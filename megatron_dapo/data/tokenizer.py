@@ -64,7 +64,7 @@ class Tokenizer:
         not fit.
         """
         if apply_chat_template:
-            text = self.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
+            text = self.render(_messages(prompt))
         else:
             text = prompt if isinstance(prompt, str) else _joined(prompt)
         return tuple(self.encode(text, add_special_tokens=not apply_chat_template)), text
@@ -148,8 +148,8 @@ class Tokenizer:
         if not self.has_chat_template:
             text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
             return tuple(self.encode(text, add_special_tokens=True))
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self.render([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
+        answer = {"role": ASSISTANT, "content": response}
+        text = self.render([*_messages(prompt), answer], add_generation_prompt=False)
         return tuple(self.encode(text))
 
     def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
@@ -209,13 +209,9 @@ class Tokenizer:
         return encoded
 
     def _parts(self, messages: Messages) -> list[TextPart]:
-        template = self._required_template()
-        if not template.has_generation_blocks:
+        if not self._required_template().has_generation_blocks:
             return list(self._parts_by_prefixes(messages))
-        try:
-            parts = template.parts(messages)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        parts = self._rendered(messages, False)
         if not any(part.is_learned for part in parts):
             raise ValueError("the model's chat template has no {% generation %} block around the assistant's words")
         return parts
@@ -286,9 +282,11 @@ class Tokenizer:
 
     def render(self, messages: Messages, variables: Variables = NONE, add_generation_prompt: bool = True) -> str:
         """Return the chat template's text of messages. Raises as `encode_prompt`."""
-        template = self._required_template()
+        return "".join(part.text for part in self._rendered(messages, add_generation_prompt, variables))
+
+    def _rendered(self, messages: Messages, add_generation_prompt: bool, variables: Variables = NONE) -> list[TextPart]:
         try:
-            return template.render(messages, add_generation_prompt, variables)
+            return self._required_template().parts(messages, add_generation_prompt, variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
@@ -413,6 +411,10 @@ def _marked(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     marked = f'{{"x": "{_MARK}"}}' if isinstance(function["arguments"], str) else {"x": _MARK}
     return {**call, "function": {**function, "arguments": marked}}
+
+
+def _messages(prompt: str | Messages) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _joined(messages: Messages) -> str:
