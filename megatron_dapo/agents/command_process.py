@@ -36,6 +36,7 @@ PORT = 18080
 _WAY = ROOT if os.geteuid() == 0 else USER_NAMESPACE
 _GUARD_S = 15.0  # for the guard to kill all; then it is killed itself
 _KEPT_BYTES = 1 << 15  # of the beginning of an output, and of its end
+_LOOK_S = 1.0  # between looks whether the guard has ended
 _PAUSE_S = 0.01  # between chunks: nobody who only writes takes our core
 _TMP_BYTES = 1 << 30
 _LIMITS = {
@@ -134,8 +135,8 @@ async def run_to_end(
 
 async def _watched(process: asyncio.subprocess.Process, end_s: float) -> bytes:
     """Return the output of a guard when it has ended. end_s: time for that when cancelled."""
-    assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
-    reading = asyncio.create_task(_head_and_tail(process.stdout))
+    assert process.stdin is not None, "it was started with pipes"
+    reading = asyncio.create_task(_head_and_tail(process))
     try:
         return await asyncio.shield(reading)
     except asyncio.CancelledError:
@@ -154,15 +155,23 @@ async def _watched(process: asyncio.subprocess.Process, end_s: float) -> bytes:
         reading.cancel()
 
 
-async def _head_and_tail(pipe: asyncio.StreamReader) -> bytes:
-    """Return the beginning and the end of an output; a writer of much waits for us."""
+async def _head_and_tail(process: asyncio.subprocess.Process) -> bytes:
+    """Return the beginning and the end of an output; a writer of much waits for us, a process that
+    holds the pipe behind the guard's end waits in vain."""
+    assert process.stdout is not None, "it was started with pipes"
     head, tail, num_bytes = b"", b"", 0
-    while chunk := await pipe.read(2 * _KEPT_BYTES):
-        num_bytes += len(chunk)
-        room = _KEPT_BYTES - len(head)
-        head += chunk[:room]
-        tail = (tail + chunk[room:])[-_KEPT_BYTES:]
-        await asyncio.sleep(_PAUSE_S)
+    chunk: bytes | None = None
+    while chunk != b"":
+        chunk = None if process.returncode is None else b""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                chunk = await process.stdout.read(2 * _KEPT_BYTES)
+        if chunk:
+            num_bytes += len(chunk)
+            room = _KEPT_BYTES - len(head)
+            head += chunk[:room]
+            tail = (tail + chunk[room:])[-_KEPT_BYTES:]
+            await asyncio.sleep(_PAUSE_S)
     num_left_out = num_bytes - len(head) - len(tail)
     return head + (b"\n... %d bytes ...\n" % num_left_out if num_left_out else b"") + tail
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -168,16 +169,15 @@ def test_the_output_of_a_command_with_a_bad_result_is_kept(folder):
     assert (folder / "agents.log").read_text() == "== test 0\nwords\n\n"
 
 
-def test_a_flood_of_short_outputs_takes_no_core(monkeypatch):
-    class Flood:
-        left = 20
+def test_a_flood_of_short_outputs_takes_no_core():
+    chunks = [b"x"] * 20 + [b""]
 
-        async def read(self, _):
-            self.left -= 1
-            return b"x" * (self.left >= 0)
+    async def read(_):
+        return chunks.pop(0)
 
+    flood = SimpleNamespace(returncode=None, stdout=SimpleNamespace(read=read))
     started = time.monotonic()
-    assert asyncio.run(command_process._head_and_tail(Flood())) == b"x" * 20
+    assert asyncio.run(command_process._head_and_tail(flood)) == b"x" * 20
     assert time.monotonic() - started >= 20 * command_process._PAUSE_S, "it is left to the pipe to gather them"
 
 
@@ -198,6 +198,24 @@ def test_a_daemon_ends_with_its_command(folder):
     with_command(folder, lambda pool: pool.run(task("daemon"), endpoint(), 60.0))
     _, *pids = (folder / "notes").read_text().split()
     assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_command_ends_though_another_process_holds_its_output(folder, monkeypatch):
+    monkeypatch.setattr(command_process, "_LOOK_S", 0.05)
+    code = (
+        "import os, sys, time\nprint('words', flush=True)\nwith open(sys.argv[1], 'w') as file: print(os.getpid(), file=file)"
+        "\nwhile os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    )
+
+    async def use():
+        command = [sys.executable, "-c", code, str(folder / "notes")]
+        running = asyncio.create_task(command_process.run_to_end(command, os.environ))
+        (pid,) = await notes(folder, 1)
+        with open(f"/proc/{pid}/fd/1", "wb"):
+            (folder / "notes").unlink()
+            return await asyncio.wait_for(running, 30.0)
+
+    assert asyncio.run(use()) == command_process.Ended(0, "words\n")
 
 
 def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folder, monkeypatch):
