@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -84,7 +85,6 @@ class Conversations:
         self._history = history
         self._template_kwargs = template_kwargs
         self._has_template = apply_chat_template
-        self._arguments_are_text = apply_chat_template and bool(arguments_are_text(tokenizer, template_kwargs))
         self._nodes: dict[int, _Node] = {}  # parents before their children
         self._by_digest: dict[bytes, list[_Node]] = defaultdict(list)
         self._places: list[TurnPlace] = []
@@ -235,6 +235,10 @@ class Conversations:
             raise TurnRefused(403, "max_branches", f"The trajectory has had its {limits.max_branches} branches.")
         self._places.append(place)
         return place
+
+    @cached_property  # the template is only used in the thread of requests
+    def _arguments_are_text(self) -> bool:
+        return self._has_template and bool(arguments_are_text(self._tokenizer, self._template_kwargs))
 
     def _shown(self, messages: Messages) -> list[Message]:
         return [_template_message(message, self._arguments_are_text) for message in messages]

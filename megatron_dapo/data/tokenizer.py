@@ -113,10 +113,11 @@ class Tokenizer:
                 raise
         calling = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
         text = self._behind(calling, messages, variables)
-        ends = [text.find(self.decode([token], skip_special_tokens=False)) for token in self.eos_token_ids]
-        if max(ends, default=-1) < 0:
+        names = [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
+        ends = [text.index(name) for name in names if name and name in text]
+        if not ends:
             raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token")
-        return text[min(end for end in ends if end >= 0) :]
+        return text[min(ends) :]
 
     def _behind(self, turn: dict[str, Any], messages: Messages, variables: Variables) -> str:
         """Return the text behind the mark in a turn."""

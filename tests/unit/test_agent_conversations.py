@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -371,6 +372,10 @@ def test_without_a_template_contents_are_joined_and_tools_refused(tokenizer):
     place = talk.ask([user("2+2="), said, user(";3+3=")])
     assert place.parent == 0 and tokenizer.decode(place.suffix, False) == ";3+3="
     assert refusal(talk.ask, ASK, TOOLS)[:2] == (400, "invalid_value")
+
+
+def test_a_trajectory_begins_without_a_look_at_the_template_which_another_may_be_using():
+    Conversations(SimpleNamespace(), ROOMY, "tokens", {}, True)
 
 
 def test_counting_tokens_asks_nothing(tokenizer):

@@ -270,6 +270,14 @@ def test_a_program_that_a_sandbox_cannot_read_is_a_sentence_at_the_start(folder,
         asyncio.run(CommandAgent(["own/bin/python"], True, [], 0.0).start())
 
 
+def test_a_sandbox_that_did_not_start_in_time_is_tried_again(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rewards.code.sandbox._PROBE_S", 0.0)
+    with pytest.raises(UserError, match="TimeoutError"):
+        command_process.check_sandbox.__wrapped__()
+    monkeypatch.undo()
+    command_process.check_sandbox.__wrapped__()
+
+
 def test_without_bubblewrap_the_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(command_process, "way_fault", lambda _: "bwrap: No such file or directory")
     with pytest.raises(UserError) as error:

@@ -203,7 +203,8 @@ def test_a_daemon_ends_with_its_command(folder):
 def test_a_command_ends_though_another_process_holds_its_output(folder, monkeypatch):
     monkeypatch.setattr(command_process, "_LOOK_S", 0.05)
     code = (
-        "import os, sys, time\nprint('words', flush=True)\nwith open(sys.argv[1], 'w') as file: print(os.getpid(), file=file)"
+        "import os, sys, time\nprint('words', flush=True)\n"
+        "with open(sys.argv[1], 'w') as file: print(os.getpid(), file=file)"
         "\nwhile os.path.exists(sys.argv[1]): time.sleep(0.01)"
     )
 

@@ -14,7 +14,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -97,7 +96,6 @@ def _cure() -> str:
     return f"{CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
 
 
-@cache
 def way_fault(way: Way) -> str | None:
     """Return why sandboxes of this kind cannot be made here or do not hold, or None."""
     try:
