@@ -10,7 +10,6 @@ has ended, SIGTERM came or standard input is closed, all descendants of the comm
 """
 
 import asyncio
-import inspect
 import json
 import os
 import resource
@@ -25,7 +24,7 @@ from megatron_dapo.agents import in_sandbox
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import shell_exit_code
 from megatron_dapo.rewards.code.bubblewrap import ROOT, USER_NAMESPACE, enclose
-from megatron_dapo.rewards.code.sandbox import CURE, INTERPRETER, way_fault
+from megatron_dapo.rewards.code.sandbox import CURE, program_of, way_fault
 from megatron_dapo.rewards.guarded import run_guarded
 from megatron_dapo.rewards.worker_environment import worker_environment
 
@@ -181,8 +180,7 @@ def _become(order: dict[str, Any], file: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if order["sandbox"] is None:
         in_sandbox.become(order["argv"], order["environment"])
-    program = [*INTERPRETER, "-c", inspect.getsource(in_sandbox)]
-    command, filter_file, user = enclose(_WAY, program, **order["sandbox"], is_for_commands=True)
+    command, filter_file, user = enclose(_WAY, program_of(in_sandbox), **order["sandbox"], is_for_commands=True)
     os.set_inheritable(filter_file, True)
     os.dup2(file, 0)
     os.chdir("/")

@@ -14,7 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import psutil
@@ -41,7 +41,6 @@ except OSError:
     pass
 print("limited" if count < 100 else "unlimited")
 """
-INTERPRETER = (os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8")
 CURE = (
     "install bubblewrap 0.7 or newer (`make setup-sandbox`), and let this user make namespaces (sysctl "
     "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt "
@@ -196,9 +195,14 @@ class Sandbox:
         return (pipe.read(1000) or b"").decode(errors="replace").strip() or "it ended"
 
 
+def program_of(module: ModuleType) -> list[str]:
+    """Return the words that run a module's text, which imports only the standard library."""
+    return [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(module)]
+
+
 def _start(way: Way) -> subprocess.Popen:
     """Start inside.py. Its only ways out are the pipes."""
-    python = [*INTERPRETER, "-c", inspect.getsource(inside)]
+    python = program_of(inside)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
