@@ -271,12 +271,10 @@ def _message_digest(before: bytes, message: Message) -> bytes:
 
 
 def _calls_of(message: Message) -> list[Message]:
-    """Return the calls of tools of a message."""
     return message.get("tool_calls") or []
 
 
 def _call_ids(message: Message) -> set[str]:
-    """Return the ids of the calls of a message."""
     return {call["id"] for call in _calls_of(message)}
 
 
@@ -291,10 +289,12 @@ def _template_message(message: Message, arguments_are_text: bool) -> Message:
             shown["thinking"] = thoughts
     if "tool_call_id" in shown:
         shown["tool_call_id"] = _short(shown["tool_call_id"])
+    shown_as = str if arguments_are_text else _value
     if "tool_calls" in shown:
         shown["tool_calls"] = [
-            {**call, "id": _short(call["id"]), "function": _function(call["function"], arguments_are_text)}
+            {**call, "id": _short(call["id"]), "function": {**function, "arguments": shown_as(function["arguments"])}}
             for call in _calls_of(message)
+            for function in [call["function"]]
         ]
     return shown
 
@@ -302,10 +302,6 @@ def _template_message(message: Message, arguments_are_text: bool) -> Message:
 def _content(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def _function(function: Message, arguments_are_text: bool) -> Message:
-    return function if arguments_are_text else {**function, "arguments": _value(function["arguments"])}
 
 
 def _value(arguments: str) -> Any:
