@@ -110,7 +110,7 @@ class CommandAgent:
             "{task_file}": f"{folder}/{_TASK}",
             "{result_file}": f"{folder}/{_RESULT}",
         }
-        return [re.sub("|".join(texts), lambda found: texts[found[0]], word) for word in self._words]
+        return [re.sub("|".join(texts), lambda place: texts[place[0]], word) for word in self._words]
 
 
 def _message(ended: Ended, content: Callable[[], bytes], is_sandboxed: bool) -> Message:

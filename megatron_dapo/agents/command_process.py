@@ -155,8 +155,8 @@ async def _watched(process: asyncio.subprocess.Process, end_s: float) -> bytes:
 
 
 async def _head_and_tail(process: asyncio.subprocess.Process) -> bytes:
-    """Return the beginning and the end of an output; a writer of much waits for us, a process that
-    holds the pipe behind the guard's end waits in vain."""
+    """Return the beginning and the end of a guard's output. A writer of much waits for us; at the
+    guard's end nothing more is read, though another process may hold the pipe."""
     assert process.stdout is not None, "it was started with pipes"
     head, tail, num_bytes = b"", b"", 0
     chunk: bytes | None = None

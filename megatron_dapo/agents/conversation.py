@@ -60,10 +60,9 @@ class AnswerText(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _Node:
     number: int
-    parent: int | None
+    place: TurnPlace
     segment: np.ndarray  # tokens behind the parent's last, with the answer's
     num_tokens: int  # of the branch up to here
-    num_root: int  # as its place's
     last_token: int | None  # None: the answer is empty
     reasoning: str | None
     call_ids: set[str]  # of the branch up to here
@@ -136,10 +135,9 @@ class Conversations:
         segment = joined(TOKEN, place.suffix, answer.tokens)
         self._nodes[answer.node] = node = _Node(
             number=answer.node,
-            parent=place.parent,
+            place=place,
             segment=segment,
             num_tokens=place.num_cached + len(segment),
-            num_root=place.num_root,
             last_token=int(segment[-1]) if len(answer.tokens) else None,
             reasoning=(message or {}).get("reasoning_content"),
             call_ids=(parent.call_ids if parent else set()) | _call_ids(message or {}),
@@ -209,7 +207,7 @@ class Conversations:
         ends: dict[int | None, int] = {None: 0}  # of the branches that begin it
         best: _Node | None = None
         for node in self._nodes.values():
-            start = ends.get(node.parent)
+            start = ends.get(node.place.parent)
             if start is not None and np.array_equal(ids[start : node.num_tokens], node.segment):
                 ends[node.number] = node.num_tokens
                 is_longest = best is None or node.num_tokens >= best.num_tokens
@@ -218,17 +216,14 @@ class Conversations:
 
     def _placed(self, node: _Node | None, suffix: np.ndarray, of: bytes | None, num_answers: int) -> TurnPlace:
         limits = self._limits
-        num_cached, num_root = (node.num_tokens, node.num_root) if node else (0, len(suffix))
+        num_cached, num_root = (node.num_tokens, node.place.num_root) if node else (0, len(suffix))
         num_prompt = num_cached + len(suffix)
         most = num_root + limits.max_response_tokens if node else limits.max_prompt_tokens
         room = num_root + limits.max_response_tokens - num_prompt
         if room <= 0 or num_prompt > most:
-            raise TurnRefused(
-                400,
-                "context_length_exceeded",
-                f"This model's maximum context length is {most} tokens. However, your messages resulted in "
-                f"{num_prompt} tokens. Please reduce the length of the messages.",
-            )
+            words = f"This model's maximum context length is {most} tokens. However, your messages resulted in "
+            words += f"{num_prompt} tokens. Please reduce the length of the messages."
+            raise TurnRefused(400, "context_length_exceeded", words)
         room = min(room, limits.max_tokens_per_turn or room)
         place = TurnPlace(node.number if node else None, suffix, room, num_root, num_cached, of, num_answers)
         if _num_branches([*self._places, place]) > limits.max_branches:
