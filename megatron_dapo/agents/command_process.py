@@ -180,14 +180,10 @@ def _become(order: dict[str, Any], file: int) -> NoReturn:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if order["sandbox"] is None:
         in_sandbox.become(order["argv"], order["environment"])
-    command, filter_file, user = enclose(_WAY, program_of(in_sandbox), **order["sandbox"], is_for_commands=True)
+    command, filter_file, _ = enclose(_WAY, program_of(in_sandbox), **order["sandbox"], is_for_commands=True)
     os.set_inheritable(filter_file, True)
     os.dup2(file, 0)
     os.chdir("/")
-    if user is not None:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
     os.execvpe(command[0], command, {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"})
 
 

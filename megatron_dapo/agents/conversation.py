@@ -115,7 +115,7 @@ class Conversations:
         return self._placed(*self._split(tokens), None, 1)
 
     def num_tokens(self, messages: Messages, tools: Messages | None) -> int:
-        """Return the number of tokens that the model would read. Raises TurnRefused."""
+        """Return the number of tokens that the model would read. Raises as `place`, but for limits."""
         node, suffix, _ = self._found(messages, tools)
         return (node.num_tokens if node else 0) + len(suffix)
 
