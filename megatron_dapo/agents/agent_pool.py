@@ -14,8 +14,7 @@ from megatron_dapo.rewards.shared_workers import SharedWorkers
 from megatron_dapo.rewards.worker_environment import worker_environment
 from megatron_dapo.rewards.worker_pool import WorkerLost, WorkerPool
 
-_GRACE_S = 10.0
-"""Time for a cancelled agent to end by itself; then it is killed."""
+_GRACE_S = 10.0  # for a cancelled agent to end by itself; then it is killed
 _KILL_S = 20.0  # for a command's end; a worker that does not answer then is killed
 _MAX_LOGGED_ERRORS = 20
 _MAX_LOG_BYTES = 16 << 20
@@ -39,13 +38,10 @@ class AgentPool:
 
         logs: folder of `agents.log`, the commands' outputs; 32 MiB at most, the newest.
         """
-        names = {"function", "kwargs", "command", "sandbox", "pass_env"}
-        self._pool = WorkerPool(
-            "megatron_dapo.agents.agent_worker",
-            {**keys.model_dump(include=names), "grace_s": _GRACE_S, "memory_limit_mb": None},
-            worker_environment(os.environ, keys.pass_env, "actor_rollout_ref.rollout.agent.pass_env"),
-            keys.num_workers,
-        )
+        settings = keys.model_dump(include={"function", "kwargs", "command", "sandbox", "pass_env"})
+        settings |= {"grace_s": _GRACE_S, "memory_limit_mb": None}
+        variables = worker_environment(os.environ, keys.pass_env, "actor_rollout_ref.rollout.agent.pass_env")
+        self._pool = WorkerPool("megatron_dapo.agents.agent_worker", settings, variables, keys.num_workers)
         cancel_s = _GRACE_S + _KILL_S if keys.command else _GRACE_S
         self._workers = SharedWorkers(self._pool, keys.num_workers, cancel_s)
         self._outputs = RotatingFileHandler(
@@ -70,8 +66,8 @@ class AgentPool:
         try:
             reply = await self._workers.ask_once({"task": asdict(task), "endpoint": endpoint.as_dict()}, timeout_s)
             if output := reply.get("output"):
-                text = f"== {task.data_source} {task.number}\n{output}"
-                self._outputs.emit(logging.makeLogRecord({"msg": text}))
+                record = {"msg": f"== {task.data_source} {task.number}\n{output}"}
+                self._outputs.emit(logging.makeLogRecord(record))
             if "outcome" in reply:
                 return outcome_of(reply["outcome"])
         except TimeoutError:

@@ -1,8 +1,8 @@
 """One process of agents: `python -m megatron_dapo.agents.agent_worker`.
 
-Started, watched and killed by the agent pool. The settings are answered by {} or {"user_error":
-...}, then each {"task": ..., "endpoint": ...}, a trajectory, by an outcome. Commands are started
-here, since each start of a process stops its caller for a moment.
+Started, watched and killed by the agent pool. Each {"task": ..., "endpoint": ...}, a trajectory, is
+answered by {"outcome": ...} or {"error": ...}. Commands are started here, since each start of a
+process stops its caller for a moment.
 """
 
 import asyncio
@@ -26,27 +26,12 @@ Play = Callable[[AgentTask, Endpoint], Awaitable[Message]]
 
 
 def _get_ready(settings: Message) -> tuple[Message, AsyncAnswer]:
-    """Return the greeting, and the function that answers a request."""
-    try:
-        play = _command(settings) if settings["command"] else _function(settings["function"], settings["kwargs"])
-    except UserError as error:
-        return {"user_error": error.sentences}, _refuse
-    return {}, partial(_answer, play)
-
-
-def _command(settings: Message) -> Play:
-    """Return the runner of the command. Raises UserError if it cannot be run."""
+    """Return the greeting, and the function that answers a request. Raises UserError."""
+    if not settings["command"]:
+        return {}, partial(_answer, _function(settings["function"], settings["kwargs"]))
     agent = CommandAgent(settings["command"], settings["sandbox"], settings["pass_env"], settings["grace_s"])
     asyncio.run(agent.start())
-
-    async def play(task: AgentTask, model: Endpoint) -> Message:
-        ended, outcome = await agent.run(task, model)
-        if ended.exit_code:
-            last_words = (ended.output.strip() or "it wrote nothing").splitlines()[-1]
-            return {"error": f"crash: exit code {ended.exit_code}: {last_words[:200]}", "output": ended.output}
-        return {"outcome": vars(outcome), "output": ended.output}
-
-    return play
+    return {}, partial(_answer, agent.run)
 
 
 def _function(path: str, kwargs: dict[str, Any]) -> Play:
@@ -78,10 +63,6 @@ async def _answer(play: Play, message: Message) -> Message:
         if cast(asyncio.Task, asyncio.current_task()).cancelling():
             raise
         raise RuntimeError(f"the function ended by its own {error!r}") from error
-
-
-async def _refuse(_: Message) -> Message:
-    raise AssertionError("the pool ends when the settings are refused")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The first program in a command's sandbox: writes its files, runs it, and passes its connections
 on to the gateway's socket.
 
-command_guard.py passes this file's text to `python -c`: it imports only the standard library. Its
-order is standard input, a JSON object. It knows no secret but the command's own.
+command_process.py passes this file's text to `python -c`: it imports only the standard library. Its
+order is standard input, a JSON object in a file that takes the result in its place. It knows no
+secret but the command's own.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 MAX_RESULT_BYTES = 1 << 20
-"""Of a result file; no pipe of the system holds more without a reader."""
+"""Of a result file."""
 
 _RESULT = "/tmp/result.json"
 _NOT_STARTED = 127
@@ -80,11 +81,10 @@ def _main() -> None:
         with open(place, "w", encoding="utf-8", errors="replace", newline="") as file:
             file.write(content)
         os.chmod(place, 0o755)
-    os.set_inheritable(order["result_pipe"], False)
     code = asyncio.run(_run(order))
+    os.ftruncate(0, 0)
     with suppress(OSError), open(os.open(_RESULT, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as result:
-        os.set_blocking(order["result_pipe"], False)
-        os.write(order["result_pipe"], result.read(MAX_RESULT_BYTES) or b"")
+        os.pwrite(0, result.read(MAX_RESULT_BYTES) or b"", 0)
     sys.exit(code if code >= 0 else 128 - code)
 
 

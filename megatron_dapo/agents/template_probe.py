@@ -56,10 +56,7 @@ def _is_appended(tokenizer: Tokenizer, turn: dict[str, Any], rest: list[dict[str
     whole = _rendered(tokenizer, [*talk, *rest], variables)
     alone = _rendered(tokenizer, talk, variables, add_generation_prompt=False)
     try:
-        try:
-            appended = tokenizer.turn_text(rest, variables)
-        except ValueError:
-            appended = tokenizer.turn_text(rest, variables, turn.get("tool_calls", ()))
+        appended = tokenizer.turn_text(rest, variables, turn.get("tool_calls", ()))
     except ValueError:
         return False
     end = whole.removesuffix(appended).rpartition(_VALUE)[2]

@@ -53,16 +53,11 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self.has_generation_blocks = _GENERATION.search(source) is not None
 
-    def render(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, variables: Variables = NONE
-    ) -> str:
-        """Return the text of messages; with add_generation_prompt ready for the model's answer."""
-        return "".join(part.text for part in self.parts(messages, add_generation_prompt, variables))
-
     def parts(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False, variables: Variables = NONE
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, variables: Variables = NONE
     ) -> list[TextPart]:
-        """Return the text of messages, cut at both ends of `generation` blocks."""
+        """Return the text of messages, cut at both ends of `generation` blocks; with
+        add_generation_prompt ready for the model's answer."""
         others = {"tools": None, "documents": None, **self._special_tokens, **variables}
         own = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         with self._environment.one_rendering():

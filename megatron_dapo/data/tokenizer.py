@@ -64,7 +64,7 @@ class Tokenizer:
         not fit.
         """
         if apply_chat_template:
-            text = self.render([{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt))
+            text = self.render(_messages(prompt))
         else:
             text = prompt if isinstance(prompt, str) else _joined(prompt)
         return tuple(self.encode(text, add_special_tokens=not apply_chat_template)), text
@@ -97,30 +97,30 @@ class Tokenizer:
         """
         if not apply_chat_template:
             return tuple(self.encode(_joined(messages)))
-        try:
-            tokens = self.encode(self.turn_text(messages, variables))
-        except ValueError:
-            if not calls:
-                raise
-            tokens = self.encode(self.turn_text(messages, variables, calls))
-            # the model wrote the rest of the last call
-            ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
-            if not ends:
-                raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token") from None
-            tokens = tokens[ends[0] :]
+        tokens = self.encode(self.turn_text(messages, variables, calls))
         end = tokens.index(last_token) if last_token in tokens else -1
         # for Llama 2 the text is " </s>"
         is_written = end >= 0 and not self.decode(tokens[:end], skip_special_tokens=False).strip()
         return tuple(tokens[end + 1 :] if is_written else tokens)
 
     def turn_text(self, messages: Messages, variables: Variables = NONE, calls: Messages = ()) -> str:
-        """Return the template's text from an assistant's last word to the next one's first.
+        """Return the template's text from an assistant's last word to the next one's first; if it takes
+        calls for that, from the end of their turn. Raises as `encode_turn`."""
+        try:
+            return self._behind({"role": ASSISTANT, "content": _MARK}, messages, variables)
+        except ValueError:
+            if not calls:
+                raise
+        calling = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
+        text = self._behind(calling, messages, variables)
+        names = [self.decode([token], skip_special_tokens=False) for token in self.eos_token_ids]
+        ends = [text.index(name) for name in names if name and name in text]
+        if not ends:
+            raise ValueError("the model's chat template ends a turn with calls by no end-of-turn token")
+        return text[min(ends) :]
 
-        With calls the word is the last argument of the last one. Raises as `encode_turn`.
-        """
-        turn: dict[str, Any] = {"role": ASSISTANT, "content": _MARK}
-        if calls:
-            turn = {"role": ASSISTANT, "content": "", "tool_calls": [_marked(call) for call in calls]}
+    def _behind(self, turn: dict[str, Any], messages: Messages, variables: Variables) -> str:
+        """Return the text behind the mark in a turn."""
         talk = [{"role": "user", "content": "-"}, turn, *messages]
         _, is_shown, after = self.full_text(talk, variables).rpartition(_MARK)
         if not is_shown:
@@ -149,8 +149,8 @@ class Tokenizer:
         if not self.has_chat_template:
             text = (prompt if isinstance(prompt, str) else _joined(prompt)) + response
             return tuple(self.encode(text, add_special_tokens=True))
-        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        text = self.render([*asked, {"role": "assistant", "content": response}], add_generation_prompt=False)
+        answer = {"role": ASSISTANT, "content": response}
+        text = self.render([*_messages(prompt), answer], add_generation_prompt=False)
         return tuple(self.encode(text))
 
     def decode(self, tokens: TokenIds, skip_special_tokens: bool = True) -> str:
@@ -210,13 +210,9 @@ class Tokenizer:
         return encoded
 
     def _parts(self, messages: Messages) -> list[TextPart]:
-        template = self._required_template()
-        if not template.has_generation_blocks:
+        if not self._required_template().has_generation_blocks:
             return list(self._parts_by_prefixes(messages))
-        try:
-            parts = template.parts(messages)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template refuses it: {error}") from error
+        parts = self._rendered(messages, False)
         if not any(part.is_learned for part in parts):
             raise ValueError("the model's chat template has no {% generation %} block around the assistant's words")
         return parts
@@ -288,9 +284,11 @@ class Tokenizer:
 
     def render(self, messages: Messages, variables: Variables = NONE, add_generation_prompt: bool = True) -> str:
         """Return the chat template's text of messages. Raises as `encode_prompt`."""
-        template = self._required_template()
+        return "".join(part.text for part in self._rendered(messages, add_generation_prompt, variables))
+
+    def _rendered(self, messages: Messages, add_generation_prompt: bool, variables: Variables = NONE) -> list[TextPart]:
         try:
-            return template.render(messages, add_generation_prompt, variables)
+            return self._required_template().parts(messages, add_generation_prompt, variables)
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
@@ -415,6 +413,10 @@ def _marked(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     marked = f'{{"x": "{_MARK}"}}' if isinstance(function["arguments"], str) else {"x": _MARK}
     return {**call, "function": {**function, "arguments": marked}}
+
+
+def _messages(prompt: str | Messages) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _joined(messages: Messages) -> str:

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.seeds import seed_generators
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS
 from megatron_dapo.envs.environment import Environment, Observation, Task
@@ -20,15 +19,11 @@ from megatron_dapo.rewards.worker_process import Message, serve
 
 
 def _get_ready(settings: Message) -> tuple[Message, Callable[[Message], Message]]:
-    """Return the greeting, and the function that answers a request."""
-    host = _EnvironmentHost(settings["environment"], settings["kwargs"])
-    try:
-        host.check()
-    except UserError as error:
-        return {"user_error": error.sentences}, host.answer
+    """Return the greeting, and the function that answers a request. Raises UserError."""
     name: str = settings["environment"]
+    make(name, settings["kwargs"])
     import_ahead(BUILT_IN_ENVIRONMENTS.get(name, name))
-    return {}, host.answer
+    return {}, _EnvironmentHost(name, settings["kwargs"]).answer
 
 
 class _EnvironmentHost:
@@ -39,10 +34,6 @@ class _EnvironmentHost:
         self._kwargs = kwargs
         self._environment: Environment | None = None
         self._loop = asyncio.new_event_loop()
-
-    def check(self) -> None:
-        """Raise UserError if no environment can be made."""
-        make(self._name, self._kwargs)
 
     def answer(self, message: Message) -> Message:
         """Answer a request of the pool."""

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.seeds import seed_from, seed_generators
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE
 from megatron_dapo.rewards.code.sandbox import SETTINGS
-from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored
+from megatron_dapo.rewards.forms import RewardRequest
 from megatron_dapo.rewards.import_ahead import import_ahead
 from megatron_dapo.rewards.reward_registry import (
     WRONG_SCORES,
@@ -32,22 +31,18 @@ _SHARE_FOR_TESTS = 0.8  # of the deadline; the rest is for the judge
 
 
 def _get_ready(settings: Message) -> tuple[Message, Answer | AsyncAnswer]:
-    """Return the greeting, and the function that answers a request."""
+    """Return the greeting, and the function that answers a request. Raises UserError."""
     function = settings["function"]
     kwargs = settings["kwargs"]
-    form = RewardForm(Scored.ONE, is_async=False)
-    try:
-        wrong_score = _checked_wrong_score(function, kwargs)
-        names = {function_name(function, source) for source in settings["data_sources"]} or {function}
-        for name in names:
-            _load_ahead(name)
-        if "code_tests" in names:
-            SETTINGS.time_limit_s = _SHARE_FOR_TESTS * settings["timeout_s"]
-            SETTINGS.choose(settings["allow_unsandboxed"])
-        form = form_of_name(function)
-        greeting: Message = {"wrong_score": wrong_score, "scored": form.scored.name, "is_async": form.is_async}
-    except UserError as error:
-        greeting = {"user_error": error.sentences}
+    wrong_score = _checked_wrong_score(function, kwargs)
+    names = {function_name(function, source) for source in settings["data_sources"]} or {function}
+    for name in names:
+        _load_ahead(name)
+    if "code_tests" in names:
+        SETTINGS.time_limit_s = _SHARE_FOR_TESTS * settings["timeout_s"]
+        SETTINGS.choose(settings["allow_unsandboxed"])
+    form = form_of_name(function)
+    greeting = {"wrong_score": wrong_score, "scored": form.scored.name, "is_async": form.is_async}
     if form.is_async:
         return greeting, partial(_answer_async, function, kwargs)
     return greeting, partial(_answer, function, kwargs, settings["seed"])

@@ -45,26 +45,24 @@ class SharedWorkers:
             TimeoutError: past the limit.
             WorkerLost: if this request ended its worker.
         """
-        try:
-            return await self.ask_once(message, timeout_s)
-        except _LostTogether as error:
-            if error.num_requests == 1:
-                raise
-            limit = error.num_requests // 2
-        self._num_suspects += 1
+        limit = None
         try:
             while True:
                 try:
+                    if limit is None:
+                        return await self.ask_once(message, timeout_s)
                     return await self._ask_among_suspects(message, timeout_s, limit)
                 except _LostTogether as error:
                     if error.num_requests == 1:
                         raise
+                    self._num_suspects += limit is None
                     limit = error.num_requests // 2
         finally:
-            self._num_suspects -= 1
-            if not self._num_suspects:
-                self._suspects_host = None
-            await self._tell_of_change()
+            if limit is not None:
+                self._num_suspects -= 1
+                if not self._num_suspects:
+                    self._suspects_host = None
+                await self._tell_of_change()
 
     async def ask_once(self, message: Message, timeout_s: float) -> Message:
         """Return the reply, without a repetition. Raises TimeoutError; WorkerLost, which another

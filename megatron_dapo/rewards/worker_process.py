@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, TextIO, cast
 
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.rewards.guarded import run_guarded
 
 Message = dict[str, Any]
@@ -36,9 +37,10 @@ def serve(get_ready: GetReady) -> None:
 
     Args:
         get_ready: settings (the first line, with memory_limit_mb, null: no limit) -> (greeting,
-            function that answers a request). The function's TimeoutError becomes
-            {"error": "timeout"}, any other error "exception: ...". For a coroutine, each request
-            and its answer have an "id", and {"cancel": id} ends one.
+            function that answers a request); its UserError is the greeting {"user_error": ...}.
+            The function's TimeoutError becomes {"error": "timeout"}, any other error "exception:
+            ...". For a coroutine, each request and its answer have an "id", and {"cancel": id}
+            ends one.
     """
     requests, replies = _take_pipes()
     run_guarded(lambda: _answer_requests(get_ready, requests, replies), requests.fileno())
@@ -47,7 +49,11 @@ def serve(get_ready: GetReady) -> None:
 def _answer_requests(get_ready: GetReady, requests: TextIO, replies: TextIO) -> None:
     settings = _loads(requests.readline())
     _limit_memory(settings["memory_limit_mb"])
-    greeting, answer = get_ready(settings)
+    try:
+        greeting, answer = get_ready(settings)
+    except UserError as error:
+        _send(replies, {"user_error": error.sentences})
+        return
     _send(replies, greeting)
     if inspect.iscoroutinefunction(answer):
         asyncio.run(_answer_side_by_side(answer, requests, replies))

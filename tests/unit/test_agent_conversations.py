@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -355,6 +356,15 @@ def test_what_the_template_cannot_tell_the_model_is_refused(tokenizers, template
     assert (status, code) == (400, "invalid_value") and re.search(words, text)
 
 
+@pytest.mark.parametrize("depth", [101, 900])
+def test_tools_nested_too_deep_for_a_template_are_refused(tokenizer, depth):
+    parameters = {}
+    for _ in range(depth):
+        parameters = {"a": parameters}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    assert refusal(Talk(tokenizer).ask, ASK, tools)[:2] == (400, "invalid_value")
+
+
 def test_without_a_template_contents_are_joined_and_tools_refused(tokenizer):
     talk = Talk(tokenizer, template=False)
     assert talk.text(talk.ask([user("2+2="), user("?")])) == "2+2=?"
@@ -362,6 +372,10 @@ def test_without_a_template_contents_are_joined_and_tools_refused(tokenizer):
     place = talk.ask([user("2+2="), said, user(";3+3=")])
     assert place.parent == 0 and tokenizer.decode(place.suffix, False) == ";3+3="
     assert refusal(talk.ask, ASK, TOOLS)[:2] == (400, "invalid_value")
+
+
+def test_a_trajectory_begins_without_a_look_at_the_template_which_another_may_be_using():
+    Conversations(SimpleNamespace(), ROOMY, "tokens", {}, True)
 
 
 def test_counting_tokens_asks_nothing(tokenizer):

@@ -29,7 +29,7 @@ PYTHON = os.path.realpath(sys.executable)
 @pytest.fixture(scope="module", autouse=True)
 def way():
     try:
-        return command_process._way()
+        command_process.check_sandbox()
     except UserError as error:
         pytest.skip(str(error))
 
@@ -224,8 +224,8 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
             assert await pool.run(task(number=2), own, math.inf) == Outcome(answer="x" * 900_000)
             failures = {
                 "fail": "crash: exit code 1: no luck",
-                '{"reward": 1}': "exception: ValueError: a reward from within the sandbox",
-                '{"answer": "' + "x" * (1 << 20) + '"}': "exception: ValueError: its result file: Unterminated string",
+                '{"reward": 1}': "crash: a reward from within the sandbox",
+                '{"answer": "' + "x" * (1 << 20) + '"}': "crash: its result file: Unterminated string",
             }
             reasons = await asyncio.gather(*(failure(pool, word, to=own) for word in failures))
             assert all(map(str.startswith, reasons, failures.values())), reasons
@@ -246,6 +246,23 @@ def test_a_sandboxed_agent_reaches_its_model_alone_and_has_no_secret_of_the_rewa
     assert not (folder / "result.json").exists()
 
 
+def test_a_link_to_a_program_shows_its_environment_and_not_the_links_neighbours(folder):
+    python, script = folder / "own/bin/python", folder / "own/bin/harness"
+    script.write_text(f"#!{python}\nimport os, sys\nprint(sys.prefix, os.path.exists({str(folder / 'share')!r}))")
+    script.chmod(0o755)
+    for name in ("bin", "share"):
+        (folder / name).mkdir()
+    (folder / "bin/harness").symlink_to(script)
+    (folder / "bin/python").symlink_to(PYTHON)
+    for words, output in (
+        (["bin/harness"], f"{folder / 'own'} False\n"),
+        (["bin/python", "-c", "import json, sys; print(sys.prefix)"], f"{sys.base_prefix}\n"),
+    ):
+        agent = CommandAgent(words, True, [], 0.0)
+        asyncio.run(agent.start())
+        assert in_sandbox(agent._words, paths=agent._paths).output == output
+
+
 def test_a_program_that_a_sandbox_cannot_read_is_a_sentence_at_the_start(folder, monkeypatch):
     monkeypatch.setattr("megatron_dapo.agents.command_agent._installation", lambda _: [])
     monkeypatch.setattr("os.path.isfile", lambda _: False)
@@ -253,9 +270,17 @@ def test_a_program_that_a_sandbox_cannot_read_is_a_sentence_at_the_start(folder,
         asyncio.run(CommandAgent(["own/bin/python"], True, [], 0.0).start())
 
 
+def test_a_sandbox_that_did_not_start_in_time_is_tried_again(monkeypatch):
+    monkeypatch.setattr("megatron_dapo.rewards.code.sandbox._PROBE_S", 0.0)
+    with pytest.raises(UserError, match="TimeoutError"):
+        command_process.check_sandbox.__wrapped__()
+    monkeypatch.undo()
+    command_process.check_sandbox.__wrapped__()
+
+
 def test_without_bubblewrap_the_sentence_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(command_process, "way_fault", lambda _: "bwrap: No such file or directory")
     with pytest.raises(UserError) as error:
-        command_process._way.__wrapped__()
+        command_process.check_sandbox.__wrapped__()
     (sentence,) = error.value.sentences
     assert "make setup-sandbox" in sentence and "rollout.agent.sandbox=false" in sentence

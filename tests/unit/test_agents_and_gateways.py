@@ -49,7 +49,7 @@ def test_an_agent_of_each_kind_reaches_its_model(kind, tmp_path, monkeypatch):
     keys = {"function": "own_agent:rollout"} if kind == "function" else {"command": words, "sandbox": kind == "sandbox"}
     if kind == "sandbox":
         try:
-            command_process._way()
+            command_process.check_sandbox()
         except UserError as error:
             pytest.skip(str(error))
 

@@ -9,7 +9,9 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -134,16 +136,16 @@ def test_a_command_gets_its_task_and_no_argument_holds_a_key(folder, monkeypatch
 FAILURES = {
     "exit": "crash: exit code 3: no such tool",
     "signal": "crash: exit code 139: it wrote nothing",
-    "link": "exception: ValueError: its result file: a symbolic link",
-    "pipe": "exception: ValueError: its result file: not a regular file",
-    "folder": "exception: ValueError: its result file: Is a directory",
-    "large": "exception: ValueError: its result file: larger than 1 MiB",
-    '{"reward": NaN}': "exception: ValueError: its result file: an agent's outcome, reward: Input should be",
-    '{"reward": 1': "exception: ValueError: its result file: Expecting",
-    "[" * 100_000: "exception: ValueError: its result file: lists and objects are nested more than 100 deep",
-    "3": "exception: ValueError: its result file: an agent's outcome is an object with some of",
-    "\0": "exception: ValueError: its result file: Expecting value",
-    " ": "exception: ValueError: its result file: Expecting value",
+    "link": "crash: its result file: a symbolic link",
+    "pipe": "crash: its result file: not a regular file",
+    "folder": "crash: its result file: Is a directory",
+    "large": "crash: its result file: larger than 1 MiB",
+    '{"reward": NaN}': "crash: its result file: an agent's outcome, reward: Input should be",
+    '{"reward": 1': "crash: its result file: Expecting",
+    "[" * 100_000: "crash: its result file: lists and objects are nested more than 100 deep",
+    "3": "crash: its result file: an agent's outcome is an object with some of",
+    "\0": "crash: its result file: Expecting value",
+    " ": "crash: its result file: Expecting value",
 }
 
 
@@ -158,6 +160,25 @@ def test_a_bad_end_or_result_is_a_sentence_and_no_result_leaves_the_reward_to_ot
 
     with_command(folder, use)
     assert not list((folder / "temporary").iterdir())
+
+
+def test_the_output_of_a_command_with_a_bad_result_is_kept(folder):
+    script = "import sys\nprint('words')\nopen(sys.argv[1], 'w').write('[]')"
+    words = [sys.executable, "-c", script, "{result_file}"]
+    assert "its result file" in with_command(folder, failure, command=words)
+    assert (folder / "agents.log").read_text() == "== test 0\nwords\n\n"
+
+
+def test_a_flood_of_short_outputs_takes_no_core():
+    chunks = [b"x"] * 20 + [b""]
+
+    async def read(_):
+        return chunks.pop(0)
+
+    flood = SimpleNamespace(returncode=None, stdout=SimpleNamespace(read=read))
+    started = time.monotonic()
+    assert asyncio.run(command_process._head_and_tail(flood)) == b"x" * 20
+    assert time.monotonic() - started >= 20 * command_process._PAUSE_S, "it is left to the pipe to gather them"
 
 
 def test_a_large_output_keeps_its_beginning_and_end(folder, monkeypatch):
@@ -177,6 +198,25 @@ def test_a_daemon_ends_with_its_command(folder):
     with_command(folder, lambda pool: pool.run(task("daemon"), endpoint(), 60.0))
     _, *pids = (folder / "notes").read_text().split()
     assert len(pids) == 2 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_command_ends_though_another_process_holds_its_output(folder, monkeypatch):
+    monkeypatch.setattr(command_process, "_LOOK_S", 0.05)
+    code = (
+        "import os, sys, time\nprint('words', flush=True)\n"
+        "with open(sys.argv[1], 'w') as file: print(os.getpid(), file=file)"
+        "\nwhile os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    )
+
+    async def use():
+        command = [sys.executable, "-c", code, str(folder / "notes")]
+        running = asyncio.create_task(command_process.run_to_end(command, os.environ))
+        (pid,) = await notes(folder, 1)
+        with open(f"/proc/{pid}/fd/1", "wb"):
+            (folder / "notes").unlink()
+            return await asyncio.wait_for(running, 30.0)
+
+    assert asyncio.run(use()) == command_process.Ended(0, "words\n")
 
 
 def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folder, monkeypatch):

@@ -196,12 +196,16 @@ def test_no_template_takes_hours_or_all_memory(tmp_path, what, monkeypatch):
     assert ended.code == 2, ended.error[-1500:]
 
 
+def text_of(template, messages):
+    return "".join(part.text for part in template.parts(messages, add_generation_prompt=True))
+
+
 def test_long_conversations_stay_far_below_the_bounds():
     chat = [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y" * 2000}] * 1000
     template = ChatTemplate(CHATML, {"eos_token": "<|im_end|>"})
-    text = template.render(chat)
+    text = text_of(template, chat)
     assert text.count("<|im_start|>") == 2001 and len(text) < MAX_TEXT and MAX_STEPS > 100 * len(chat)
-    assert text == template.render(chat), "each rendering has all its steps"
+    assert text == text_of(template, chat), "each rendering has all its steps"
 
 
 def test_what_templates_do_with_loops_numbers_and_texts_is_as_in_the_plain_sandbox():
@@ -220,4 +224,4 @@ def test_what_templates_do_with_loops_numbers_and_texts_is_as_in_the_plain_sandb
         "{{ ns.n }}",
     ):
         expected = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-        assert ChatTemplate(source, {}).render(CHAT * 3) == expected.render(messages=CHAT * 3), source
+        assert text_of(ChatTemplate(source, {}), CHAT * 3) == expected.render(messages=CHAT * 3), source

@@ -28,14 +28,21 @@ class Way:
 
     name: str
     is_sandbox: bool = True
+    namespaces: tuple[str, ...] = ("--unshare-all",)
     is_root: bool = False
     """Whether this machine's root makes the mounts, without a user namespace."""
 
 
 USER_NAMESPACE = Way("a user namespace")
-ROOT = Way("namespaces made by root", is_root=True)
+ROOT = Way(
+    "namespaces made by root",
+    namespaces=(
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"),
+    ),
+    is_root=True,
+)
 UNSANDBOXED = Way("none", is_sandbox=False)
-WAYS = {way.name: way for way in (USER_NAMESPACE, ROOT)}
 
 
 def enclose(
@@ -63,21 +70,11 @@ def enclose(
             *("--ambient-caps=-all", "--bounding-set=-all", "--", *program),
         ]
     command = [
-        *("choom", "-n", "1000", "--", "bwrap", *_namespaces(way), "--die-with-parent", "--new-session"),
+        *("choom", "-n", "1000", "--", "bwrap", *way.namespaces, "--die-with-parent", "--new-session"),
         *_mounts(paths, tmp_bytes, is_for_commands),
         *("--seccomp", str(filter_file), "--", *program),
     ]
     return command, filter_file, (user if os.geteuid() == 0 and not way.is_root else None)
-
-
-def _namespaces(way: Way) -> list[str]:
-    if not way.is_root:
-        return ["--unshare-all"]
-    capabilities = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
-    return [
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-        *(word for name in capabilities for word in ("--cap-add", name)),
-    ]
 
 
 def _mounts(paths: Sequence[str], tmp_bytes: int, is_for_commands: bool) -> list[str]:

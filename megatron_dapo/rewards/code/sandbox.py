@@ -14,8 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import psutil
@@ -96,7 +95,6 @@ def _cure() -> str:
     return f"{CURE}; reward.allow_unsandboxed=true runs programs of the model with this user's rights"
 
 
-@cache
 def way_fault(way: Way) -> str | None:
     """Return why sandboxes of this kind cannot be made here or do not hold, or None."""
     try:
@@ -197,9 +195,14 @@ class Sandbox:
         return (pipe.read(1000) or b"").decode(errors="replace").strip() or "it ended"
 
 
+def program_of(module: ModuleType) -> list[str]:
+    """Return the words that run a module's text, which imports only the standard library."""
+    return [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(module)]
+
+
 def _start(way: Way) -> subprocess.Popen:
     """Start inside.py. Its only ways out are the pipes."""
-    python = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", inspect.getsource(inside)]
+    python = program_of(inside)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if not way.is_sandbox:
         return subprocess.Popen(python, env=_ENVIRONMENT, start_new_session=True, cwd="/tmp", bufsize=0, **pipes)
