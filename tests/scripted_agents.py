@@ -222,10 +222,12 @@ class Words:
 class Played:
     """A group of one response or more, with all that took part."""
 
-    def __init__(self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, **keys):
+    def __init__(
+        self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, rewards=None, **keys
+    ):
         (group,) = synthetic_groups(64, num_groups=1)
         self.drawn = replace(group, samples=(), version=1)
-        self.servers, self.rewards = servers or Servers(answer), Rewards()
+        self.servers, self.rewards = servers or Servers(answer), rewards or Rewards()
         self.servers.slot_s = slot_s
         self.agent, self.n, self.keys, self.is_validation = agent, n, keys, is_validation
         self.routers = routers

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import math
 import random
+from collections import ChainMap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -171,7 +171,12 @@ class AgentPlay:
     servers: ServerPool
     tokenizer: Tokenizer
     data: DataConfig  # the limit of a branch's first prompt
-    is_validation: bool = False  # told to the agent; such trajectories are in no metric of a step
+    is_validation: bool = False  # told to the agent
+
+    @property
+    def _metrics(self) -> AgentMetrics:
+        """Return the step's; trajectories of a validation are in none."""
+        return AgentMetrics() if self.is_validation else self.agents.metrics
 
     async def play(self, start: TrajectoryStart) -> Trajectory:
         """Return a whole trajectory: a `Play`.
@@ -180,33 +185,27 @@ class AgentPlay:
         """
         keys = self.agents.keys
         async with self.agents.places.taken():
-            for number in count():
-                attempt = _Attempt(start, number, keys.timeout_s, self.tokenizer)
+            for num_left in range(keys.max_restarts, -1, -1):
+                attempt = _Attempt(start, keys.max_restarts - num_left, keys.timeout_s, self.tokenizer)
                 try:
                     return await self._try(start, attempt)
-                except (AgentFailure, GatewayLost) as error:
-                    reason = error.reason if isinstance(error, AgentFailure) else f"crash: {error}"
+                except BaseException as error:
+                    is_failure = isinstance(error, AgentFailure | GatewayLost)
+                    is_restart = is_failure and num_left > 0
+                    self._metrics.add({"restarts": is_restart, "tokens_lost": attempt.forest.num_tokens()})
+                    if not is_failure:  # its servers are lost, or it is stopped
+                        raise
+                    reason = f"crash: {error}" if isinstance(error, GatewayLost) else str(error)
                 log.info("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
-                is_last = number == keys.max_restarts
-                if not self.is_validation:
-                    self.agents.metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})
-                if is_last:
-                    break
         trajectory = Trajectory(start.prompt.tokens)
         trajectory.fail(reason, "agent")
         return trajectory
 
     async def _try(self, start: TrajectoryStart, attempt: _Attempt) -> Trajectory:
         """Return the trajectory of an attempt. Raises AgentFailure, GatewayLost, and the servers' errors."""
-        keys = self.agents.keys
-        limits = Limits(
-            max_prompt_tokens=self.data.max_prompt_length,
-            max_response_tokens=start.params.max_new_tokens,
-            max_turns=keys.max_turns,
-            max_branches=keys.max_branches,
-            max_tokens_per_turn=keys.max_tokens_per_turn,
-            max_choices=keys.max_choices,
-        )
+        limited = {"max_turns", "max_branches", "max_tokens_per_turn", "max_choices"}
+        of_keys = self.agents.keys.model_dump(include=limited)
+        limits = Limits(self.data.max_prompt_length, start.params.max_new_tokens, **of_keys)
         outcome: Outcome | None = None
         failure: AgentFailure | None = None
         async with self.agents.gateways.session(limits, attempt.answer, self._parse) as session:
@@ -214,7 +213,6 @@ class AgentPlay:
                 outcome = await self._run(start, attempt, session)
             except AgentFailure as error:  # perhaps because its last request was refused
                 failure = error
-            await session.close_requests()
         kept, left_out = attempt.forest.kept(session.notes.delivered)
         trajectory = _trajectory(start, attempt, kept, session.notes)
         if trajectory.finish_reason == "stop":
@@ -224,15 +222,15 @@ class AgentPlay:
                 raise AgentFailure("crash: it ended without having read an answer of the model")
             if outcome is None:
                 trajectory.finish_reason = "turns"  # it went on asking
-        outcome = outcome or Outcome()
-        judged = outcome if outcome.reward is not None else session.posted or outcome
-        if judged.reward is not None:
-            correct = judged.reward > 0 if judged.correct is None else judged.correct
-            trajectory.verdict = RewardResult(judged.reward, correct)
-        if not self.is_validation:
-            num_errors = int(bool(outcome.error or judged.error))
-            self.agents.metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
-            self.agents.metrics.add(attempt.tool_s(), {**judged.metrics, **outcome.metrics})
+        said = [each for each in (outcome, session.posted) if each is not None]  # the first word counts
+        for each in said:
+            if each.reward is not None and trajectory.verdict is None:
+                correct = each.reward > 0 if each.correct is None else each.correct
+                trajectory.verdict = RewardResult(each.reward, correct)
+            if trajectory.own_answer is None:
+                trajectory.own_answer = each.answer
+        counts = {**session.notes.counts, **left_out, "errors": any(each.error for each in said)}
+        self._metrics.add(counts, ChainMap({"tool_s": attempt.tool_s()}, *(each.metrics for each in said)))
         return trajectory
 
     async def _run(self, start: TrajectoryStart, attempt: _Attempt, session: Session) -> Outcome | None:
@@ -240,10 +238,8 @@ class AgentPlay:
 
         Raises AgentFailure, GatewayLost, and the errors of its requests.
         """
-        prompt, messages = start.prompt, start.prompt.messages
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        of_row = (prompt.text, messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        prompt = start.prompt
+        of_row = (prompt.text, prompt.chat, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         task = AgentTask(*of_row, number=start.number, is_validation=self.is_validation)
         agent = asyncio.create_task(self.agents.pool.run(task, session.endpoint, math.inf))
         lost = asyncio.create_task(session.lost.wait())
@@ -281,17 +277,16 @@ class AgentPlay:
 
 def _trajectory(start: TrajectoryStart, attempt: _Attempt, kept: Sequence[int], notes: SessionNotes) -> Trajectory:
     """Return the trajectory of an attempt's answers, with the reason of its end."""
-    branches = attempt.forest.branches(kept)
     trajectory = Trajectory(start.prompt.tokens)
-    if branches:
-        first, *others = branches
+    if kept:
+        first, *others = attempt.forest.branches(kept)
         trajectory = Trajectory(
-            prompt_tokens=first.prompt_tokens,
-            tokens=first.response_tokens,
-            log_probs=first.rollout_log_probs,
-            loss_mask=first.loss_mask,
-            weight_versions=first.weight_versions,
-            routed_experts=first.routed_experts,
+            first.prompt_tokens,
+            first.response_tokens,
+            first.rollout_log_probs,
+            first.loss_mask,
+            first.weight_versions,
+            first.routed_experts,
             num_turns=len(kept),
             servers=[*attempt.servers],
             others=tuple(others),

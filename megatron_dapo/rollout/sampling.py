@@ -199,7 +199,7 @@ class Sampler:
                 together.leave_out()
             return trajectory.verdict
         prompt = group.prompt
-        text = self._tokenizer.decode(trajectory.last_tokens)
+        text = self._scored_text(trajectory.own_answer, trajectory.last_tokens)
         if together is not None:
             verdict = await together.verdict(number, text)
         else:
@@ -215,9 +215,14 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        last = {sample.number: sample.branches[-1].response_tokens for sample in group.samples}
-        texts = {number: self._tokenizer.decode(tokens) for number, tokens in last.items()}
+        texts = {
+            sample.number: self._scored_text(sample.own_answer, sample.branches[-1].response_tokens)
+            for sample in group.samples
+        }
         return GroupVerdicts(score, texts, num_new)
+
+    def _scored_text(self, own_answer: str | None, tokens: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens) if own_answer is None else own_answer
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return the continuation of the tokens, preferably by the budget's server.
@@ -362,4 +367,5 @@ def _to_sample(uid: str, number: int, trajectory: Trajectory, verdict: RewardRes
         routed_experts=trajectory.routed_experts,
         number=number,
         others=trajectory.others,
+        own_answer=trajectory.own_answer,
     )

@@ -120,6 +120,7 @@ class Trajectory:
     verdict: RewardResult | None = None
     solved: bool | None = None  # last word of the environment; None without one
     others: tuple[Branch, ...] = ()  # an agent's further branches
+    own_answer: str | None = None  # an agent's, to score in place of the last branch's text
 
     @property
     def last_tokens(self) -> np.ndarray:
@@ -289,11 +290,8 @@ class MultiTurn:
         """Return the prompt with the environment's first words behind its own messages."""
         if not opening.messages:
             return prompt.tokens
-        messages = prompt.messages
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
         with _template_errors():
-            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.data.apply_chat_template)
+            tokens, _ = self.tokenizer.encode_prompt([*prompt.chat, *opening.messages], self.data.apply_chat_template)
         if len(tokens) > self.data.max_prompt_length:
             raise EnvironmentFailure(
                 f"exception: the prompt with the first observation has {len(tokens)} tokens, "

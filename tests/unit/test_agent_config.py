@@ -44,6 +44,7 @@ def sentences(*overrides):
         (*ON, f"{KEY}.port=30000", f"{ROLLOUT}.server_urls=[http://far.example:30000]"),
         (*ON, f"{KEY}.timeout_s=7140.0", f"{KEY}.max_tokens_per_turn=2047"),
         (*ON, f"{ROLLOUT}.deterministic=true"),
+        (*COMMAND, f"{KEY}.sandbox=true", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"),
         (f"{KEY}.function=own_agents:play", f"{KEY}.max_turns=3", f"{KEY}.enable=false"),
     ],
 )

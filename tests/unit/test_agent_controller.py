@@ -208,7 +208,7 @@ def test_a_failed_agent_leaves_a_complete_group(folder, monkeypatch):
     async def agent(task, model):
         (answer,) = await model.ask(first_tokens(task))
         if (task.prompt, task.number) == ("p2", 1):
-            raise ValueError("scripted")
+            raise ValueError("scripted \udcff")  # half a character, as in the name of a file
         return Outcome(reward=float(task.number))
 
     async def scenario(controller, servers, made):
@@ -218,7 +218,7 @@ def test_a_failed_agent_leaves_a_complete_group(folder, monkeypatch):
 
     batch = run(folder, monkeypatch, agent, scenario, "algorithm.dynamic_sampling.enable=false")
     errors = [sample.reward_error for sample in samples(batch)]
-    assert errors == [None] * 5 + ["agent: exception: ValueError: scripted"] + [None] * 2
+    assert errors == [None] * 5 + ["agent: exception: ValueError: scripted \udcff"] + [None] * 2
     assert batch.metrics["rollout/num_env_failures"] == 1 and batch.metrics["agent/num_restarts"] == 1
 
 
@@ -299,6 +299,7 @@ def test_servers_without_the_weights_cost_the_unfinished_trajectories_only(folde
         return batch, [task.number for task in pool.tasks[8:]]
 
     batch, again = run(folder, monkeypatch, agent, scenario)
+    assert batch.metrics["agent/num_tokens_lost"] == 4 * 2 and batch.metrics["agent/num_restarts"] == 0
     assert again == [1] * 4 and [sample.num_turns for sample in samples(batch)] == [1, 2] * 4
 
 

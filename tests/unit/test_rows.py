@@ -65,7 +65,7 @@ def group(*samples: Sample, uid: str = "g") -> Group:
 
 @pytest.fixture
 def three_rows() -> Group:
-    return group(trajectory(1.0, [[1, 0, 1], [0, 0, 1, 1], [1]]), trajectory(0.0, [[1, 1]]))
+    return group(trajectory(1.0, [[1, 0, 1], [0, 0, 1, 1], [1]], own_answer="a patch"), trajectory(0.0, [[1, 1]]))
 
 
 def advantages_of(rows: list[TrainSample]) -> list[float]:
