@@ -2,10 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from urllib.parse import urlsplit
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
-from megatron_dapo.checks.rollout_checks import variable_names
+from megatron_dapo.checks.rollout_checks import secret_names, turn_length
 from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
@@ -44,27 +45,21 @@ def _key_in_argv(config: Config) -> Iterator[str]:
 
 
 def _import_paths(config: Config) -> Iterator[str]:
-    for name, path in _given_paths(config):
+    for name, path in _given_paths(config).items():
         if not IMPORT_PATH.fullmatch(path):
             yield f"{AGENT}.{name} is {path!r}, but must be of the form package.module:name; correct it."
 
 
-def _given_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys with an import path. A parser's may be a name of SGLang's, without a colon."""
+def _given_paths(config: Config) -> dict[str, str]:
+    """Return the keys with an import path. A parser's may be a name of SGLang's, without a colon."""
     keys = config.actor_rollout_ref.rollout.agent
-    for name in ("function", "credit", "tool_parser", "reasoning_parser"):
-        path = getattr(keys, name)
-        if path and (":" in path or not name.endswith("parser")):
-            yield name, path
+    named = {name: path for name in ("tool_parser", "reasoning_parser") if ":" in (path := getattr(keys, name) or "")}
+    return {name: path for name in ("function", "credit") if (path := getattr(keys, name))} | named
 
 
 def _beside_multi_turn(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.multi_turn.enable:
         yield f"{AGENT}.enable and {MULTI_TURN}.enable are both true, but a trajectory has one of both; leave one out."
-
-
-def _variables(config: Config) -> Iterator[str]:
-    yield from variable_names(f"{AGENT}.pass_env", config.actor_rollout_ref.rollout.agent.pass_env)
 
 
 def _public_url(config: Config) -> Iterator[str]:
@@ -107,16 +102,6 @@ def _timeout(config: Config) -> Iterator[str]:
         )
 
 
-def _turn_length(config: Config) -> Iterator[str]:
-    cap = config.actor_rollout_ref.rollout.agent.max_tokens_per_turn
-    limit = config.data.max_response_length
-    if cap is not None and cap >= limit:
-        yield (
-            f"{AGENT}.max_tokens_per_turn is {cap}, but must be below data.max_response_length {limit}, which is of a "
-            f"whole branch; lower it, or set it to null."
-        )
-
-
 def _estimator(config: Config) -> Iterator[str]:
     name = config.algorithm.adv_estimator
     if name in estimators_with(per_token=True):
@@ -133,7 +118,7 @@ def _experience_replay(config: Config) -> Iterator[str]:
 
 
 def _own_code(config: Config) -> Iterator[str]:
-    for name, path in _given_paths(config):
+    for name, path in _given_paths(config).items():
         if IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
             yield f"{AGENT}.{name} is {path}, {fault}"
 
@@ -154,9 +139,9 @@ _CHECKS = (
     _key_in_argv,
     _import_paths,
     _beside_multi_turn,
-    _variables,
+    partial(secret_names, AGENT),
     _public_url,
     _ports,
     _timeout,
-    _turn_length,
+    partial(turn_length, AGENT),
 )
