@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from urllib.parse import urlsplit
 
-from megatron_dapo.checks.known_mistakes import known_mistakes
+from megatron_dapo.checks.known_mistakes import Check, known_mistakes
 from megatron_dapo.checks.rollout_checks import secret_names, turn_length
 from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.import_path import fault_without_import
@@ -17,20 +17,12 @@ from megatron_dapo.config.schema.config import Config
 _LAST_PORT = 65535
 
 
-def agent(config: Config) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes(_CHECKS, config)
+def _while_enabled(*checks: Check) -> Check:
+    def mistakes(config: Config) -> Iterator[str]:
+        if config.actor_rollout_ref.rollout.agent.enable:
+            yield from known_mistakes(checks, config)
 
-
-def training_with_agent(config: Config) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes((_estimator, _experience_replay), config)
-
-
-def agent_on_machine(config: Config) -> Iterator[str]:
-    """Look for the agent's own code and programs here; nothing of them runs."""
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes((_own_code, _command, _sandbox), config)
+    return mistakes
 
 
 def _program(config: Config) -> Iterator[str]:
@@ -134,7 +126,7 @@ def _sandbox(config: Config) -> Iterator[str]:
         yield f"{AGENT}.sandbox is true, but bwrap is not installed here; install it by `make setup-sandbox`."
 
 
-_CHECKS = (
+agent = _while_enabled(
     _program,
     _key_in_argv,
     _import_paths,
@@ -145,3 +137,6 @@ _CHECKS = (
     _timeout,
     partial(turn_length, AGENT),
 )
+training_with_agent = _while_enabled(_estimator, _experience_replay)
+# nothing of the agent's own code and programs runs
+agent_on_machine = _while_enabled(_own_code, _command, _sandbox)

@@ -66,15 +66,15 @@ class _Attempt:
 
     def __init__(self, start: TrajectoryStart, number: int, timeout_s: float, tokenizer: Tokenizer) -> None:
         self.forest = Forest(*start.seeds, number)
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.is_late = False
-        self.servers: dict[str, None] = {}  # URLs, the last one used last
+        self.tools = TimeSpent()  # without a request
         self._start = start
         self._tokenizer = tokenizer
         self._salt: str | None = None
         self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
         self._seconds_left = timeout_s
-        self._clock, self._tools = TimeSpent(), TimeSpent()
+        self._clock = TimeSpent()
         self.note(0, 0)
 
     async def become_late(self) -> None:
@@ -83,10 +83,6 @@ class _Attempt:
             await asyncio.sleep(max(left, _LOOK_S))
             self._seconds_left -= self._clock.take()
         self.is_late = True
-
-    def tool_s(self) -> float:
-        """Return the seconds without a request; asked once."""
-        return self._tools.take()
 
     async def answer(self, turn: Turn) -> list[Answer]:
         """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
@@ -97,35 +93,27 @@ class _Attempt:
             generations = await run_all(self._generate(turn, suffix, seed) for seed in seeds)
         except Exception as error:
             if not self.failure.done():
-                self.failure.set_exception(error)
-                self.failure.exception()  # the attempt may have ended already
+                self.failure.set_result(error)
             raise TurnRefused(403, "trajectory_ended", "the trajectory has ended") from error
         finally:
             self.note(-1, 0)
-        return [
-            self._answer(Node(turn.parent, suffix, generation, seed, turn.request, choice))
-            for choice, (generation, seed) in enumerate(zip(generations, seeds, strict=True))
-        ]
-
-    def _answer(self, node: Node) -> Answer:
-        number, written = self.forest.add(node), node.generation
-        for url in written.servers:
-            self.servers[url] = self.servers.pop(url, None)
-        reason = written.finish_reason
-        return Answer(number, tuple(written.tokens.tolist()), tuple(written.log_probs.tolist()), reason)
+        answers = []
+        for choice, (seed, written) in enumerate(zip(seeds, generations, strict=True)):
+            number = self.forest.add(Node(turn.parent, suffix, written, seed, turn.request, choice))
+            tokens, log_probs = tuple(written.tokens.tolist()), tuple(written.log_probs.tolist())
+            answers.append(Answer(number, tokens, log_probs, written.finish_reason))
+        return answers
 
     async def _generate(self, turn: Turn, suffix: np.ndarray, seed: int) -> Generation:
         before = self.forest.tokens(turn.parent)
-        writers = [*self.servers] if turn.parent is None else self.forest.nodes[turn.parent].generation.servers
+        latest = self.forest.nodes[-1:] if turn.parent is None else [self.forest.nodes[turn.parent]]
         budget = _RequestBudget(
-            server_url=writers[-1] if writers else None,
+            server_url=next((url for node in latest for url in reversed(node.generation.servers)), None),
             cache_salt=self._salt,
             num_routed=max(len(before) - 1, 0),
             attempt=self,
         )
-        params = replace(
-            self._start.params, max_new_tokens=turn.max_new_tokens, stop=tuple(turn.stop), sampling_seed=seed
-        )
+        params = replace(self._start.params, max_new_tokens=turn.max_new_tokens, stop=turn.stop, sampling_seed=seed)
         self.note(0, 1)
         try:
             generation = await self._start.generate(joined(TOKEN, before, suffix), params, budget)
@@ -144,7 +132,7 @@ class _Attempt:
         self._num_open += num_open
         self._num_waiting += num_waiting
         self._clock.switch(not self._num_waiting)
-        self._tools.switch(not self._num_open)
+        self.tools.switch(not self._num_open)
 
 
 @dataclass
@@ -230,7 +218,7 @@ class AgentPlay:
             if trajectory.own_answer is None:
                 trajectory.own_answer = each.answer
         counts = {**session.notes.counts, **left_out, "errors": any(each.error for each in said)}
-        self._metrics.add(counts, ChainMap({"tool_s": attempt.tool_s()}, *(each.metrics for each in said)))
+        self._metrics.add(counts, ChainMap({"tool_s": attempt.tools.take()}, *(each.metrics for each in said)))
         return trajectory
 
     async def _run(self, start: TrajectoryStart, attempt: _Attempt, session: Session) -> Outcome | None:
@@ -253,7 +241,7 @@ class AgentPlay:
                 timeout_s = self.agents.keys.end_timeout_s
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if attempt.failure.done():
-                attempt.failure.result()
+                raise attempt.failure.result()
             if lost.done():
                 raise GatewayLost("its gateway has ended")
             return agent.result() if agent.done() else None
@@ -288,7 +276,7 @@ def _trajectory(start: TrajectoryStart, attempt: _Attempt, kept: Sequence[int], 
             first.weight_versions,
             first.routed_experts,
             num_turns=len(kept),
-            servers=[*attempt.servers],
+            servers=[*dict.fromkeys(url for node in attempt.forest.nodes for url in node.generation.servers)],
             others=tuple(others),
         )
         is_cut = attempt.forest.nodes[kept[-1]].generation.finish_reason == "length"

@@ -127,7 +127,7 @@ def test_a_turn_goes_to_the_server_of_its_branch_and_a_new_one_to_the_last():
         return Generation((10,), (-0.5,), "stop", (1,), servers=(url,))
 
     played = Played(agent, answer)
-    assert played.servers.preferred == [None, "a", "a", "a"] and played.sample.servers == ("b", "a")
+    assert played.servers.preferred == [None, "a", "a", "a"] and played.sample.servers == ("a", "b")
 
 
 def test_choices_have_seeds_of_their_own_and_branches():
