@@ -41,8 +41,10 @@ def sample_from_plain(plain: dict) -> Sample:
 
 
 def _branch_values(plain: dict) -> dict:
-    experts = plain.get("routed_experts")
-    return plain | ({"routed_experts": from_text(experts)} if isinstance(experts, str) else {})
+    values = {**plain}
+    if isinstance(experts := values.get("routed_experts"), str):
+        values["routed_experts"] = from_text(experts)
+    return values
 
 
 def group_to_plain(group: Group) -> dict:
