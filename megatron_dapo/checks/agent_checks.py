@@ -10,7 +10,7 @@ from megatron_dapo.checks.rollout_checks import secret_names, turn_length
 from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
-from megatron_dapo.config.derived import is_base_url, uses_experience_replay
+from megatron_dapo.config.derived import is_base_url, is_server_url, uses_experience_replay
 from megatron_dapo.config.key_names import AGENT, ESTIMATOR, MULTI_TURN, REPLAY, ROLLOUT
 from megatron_dapo.config.schema.config import Config
 
@@ -75,7 +75,7 @@ def _ports(config: Config) -> Iterator[str]:
             f"{AGENT}.port is {keys.port}, but {AGENT}.num_gateways {keys.num_gateways} would take ports up to {last}, "
             f"above {_LAST_PORT}; lower one of them."
         )
-    for url in config.actor_rollout_ref.rollout.server_urls:
+    for url in filter(is_server_url, config.actor_rollout_ref.rollout.server_urls):
         parts = urlsplit(url)
         if is_loopback(parts.hostname or "") and keys.port <= (parts.port or 0) <= last:
             yield (

@@ -78,6 +78,7 @@ def test_what_fits_together_is_taken(overrides):
             (*ON, f"{KEY}.port=29999", f"{KEY}.num_gateways=2", f"{ROLLOUT}.server_urls=[http://localhost:30000]"),
             ["port 29999", "port 30000", "http://localhost:30000", "choose another port"],
         ),
+        ((*ON, f"{KEY}.port=8100", f"{ROLLOUT}.server_urls=[http://localhost:99999]"), ["http://localhost:99999"]),
         ((*ON, f"{KEY}.timeout_s=7141.0"), ["timeout_s and end_timeout_s are together 7201", "step_timeout_s 7200"]),
         ((*ON, f"{KEY}.max_tokens_per_turn=2048"), ["is 2048", "below data.max_response_length 2048"]),
         ((*ON, "algorithm.adv_estimator=gae"), ["adv_estimator is gae", "choose one of grpo, rloo"]),
