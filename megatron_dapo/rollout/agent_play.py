@@ -269,12 +269,7 @@ def _trajectory(start: TrajectoryStart, attempt: _Attempt, kept: Sequence[int], 
     if kept:
         first, *others = attempt.forest.branches(kept)
         trajectory = Trajectory(
-            first.prompt_tokens,
-            first.response_tokens,
-            first.rollout_log_probs,
-            first.loss_mask,
-            first.weight_versions,
-            first.routed_experts,
+            **{name: getattr(first, name) for name in first.ARRAYS},
             num_turns=len(kept),
             servers=[*dict.fromkeys(url for node in attempt.forest.nodes for url in node.generation.servers)],
             others=tuple(others),
