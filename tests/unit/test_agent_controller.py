@@ -276,6 +276,41 @@ def test_a_stop_keeps_finished_trajectories_and_the_others_begin_anew(folder, mo
     assert [sample.raw_reward for sample in samples(batch)] == [0.0, 1.0] * 4
 
 
+def test_a_stop_keeps_the_finished_trajectories_ahead_of_the_trainer_with_all_branches(folder, monkeypatch):
+    async def agent(task, model):
+        await model.ask(first_tokens(task))
+        await model.ask([*first_tokens(task), WORDS.index("p9")])
+        if task.number == 1 and task.prompt not in finished:
+            await asyncio.sleep(600)
+        return Outcome(reward=float(task.number))
+
+    async def stopped(controller, servers, made):
+        await controller.next_batch(1, 1)
+        pool = made.pools[0]
+        await until(lambda: pool.num_ended == 8 + 12 and len(pool.tasks) == 32)
+        monkeypatch.setattr("megatron_dapo.rollout.filling._ABORT_S", 0.05)
+        await controller.halt()
+        assert made.gateways[0].num_open == 0 and pool.num_ended == 32
+        account(controller)
+        return to_bytes(controller.state_dict())
+
+    async def resumed(controller, servers, made):
+        controller.load_state_dict(from_bytes(state))
+        batch = await controller.next_batch(2, 1)
+        account(controller)
+        return batch, [(task.prompt, task.number) for task in made.pools[0].tasks]
+
+    keys = [f"{AGENT}.max_open=24", "actor_rollout_ref.rollout.max_staleness=2"]
+    keys += ["algorithm.rollout_correction.rollout_is=token"]
+    finished = {f"p{number}" for number in range(4)}
+    state = run(folder, monkeypatch, agent, stopped, *keys)
+    finished |= {f"p{number}" for number in range(40)}
+    batch, tasks = run(folder, monkeypatch, agent, resumed, *keys)
+    assert prompt_numbers(batch) == [4, 5, 6, 7] and tasks[:12] == [(f"p{number}", 1) for number in range(4, 16)]
+    for sample in samples(batch):
+        assert [len(branch.response_tokens) for branch in sample.branches] == [2, 2] and sample.num_turns == 2
+
+
 def test_servers_without_the_weights_cost_the_unfinished_trajectories_only(folder, monkeypatch):
     gate = asyncio.Event()
 
