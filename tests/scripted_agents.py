@@ -237,7 +237,7 @@ class Played:
         self.agents = agents_of(self.agent, **{"end_timeout_s": 0.05, **self.keys})
         data = DataConfig(max_prompt_length=8)
         play = AgentPlay(self.agents, self.servers, Words(), data, self.is_validation).play
-        keys = RolloutConfig(request_timeout_s=60.0, max_retries=0)
+        keys = RolloutConfig(request_timeout_s=60.0, max_retries=1)
         sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1, routers=self.routers)
         try:
             return await sampler.sample_group(self.drawn, self.n, SamplingParams(MAX_RESPONSE, temperature=0.5))

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import random
+import time
 from collections import ChainMap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -73,15 +74,15 @@ class _Attempt:
         self._tokenizer = tokenizer
         self._salt: str | None = None
         self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
-        self._seconds_left = timeout_s
+        self.seconds_left = timeout_s
         self._clock = TimeSpent()
         self.note(0, 0)
 
     async def become_late(self) -> None:
         """Return when its seconds are used up; they stand still while a request waits for a place."""
-        while (left := self._seconds_left) > 0:
+        while (left := self.seconds_left) > 0:
             await asyncio.sleep(max(left, _LOOK_S))
-            self._seconds_left -= self._clock.take()
+            self.seconds_left -= self._clock.take()
         self.is_late = True
 
     async def answer(self, turn: Turn) -> list[Answer]:
@@ -144,9 +145,13 @@ class _RequestBudget(Budget):
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
         assert self.attempt is not None
+        began = time.monotonic()
         self.attempt.note(0, -1)
         try:
             yield
+        except ServerError:  # which costs nothing
+            self.attempt.seconds_left += time.monotonic() - began
+            raise
         finally:
             self.attempt.note(0, 1)
 
