@@ -222,10 +222,12 @@ class Words:
 class Played:
     """A group of one response or more, with all that took part."""
 
-    def __init__(self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, **keys):
+    def __init__(
+        self, agent, answer=None, n=1, servers=None, is_validation=False, slot_s=0.0, routers=None, rewards=None, **keys
+    ):
         (group,) = synthetic_groups(64, num_groups=1)
         self.drawn = replace(group, samples=(), version=1)
-        self.servers, self.rewards = servers or Servers(answer), Rewards()
+        self.servers, self.rewards = servers or Servers(answer), rewards or Rewards()
         self.servers.slot_s = slot_s
         self.agent, self.n, self.keys, self.is_validation = agent, n, keys, is_validation
         self.routers = routers
@@ -235,7 +237,7 @@ class Played:
         self.agents = agents_of(self.agent, **{"end_timeout_s": 0.05, **self.keys})
         data = DataConfig(max_prompt_length=8)
         play = AgentPlay(self.agents, self.servers, Words(), data, self.is_validation).play
-        keys = RolloutConfig(request_timeout_s=60.0, max_retries=0)
+        keys = RolloutConfig(request_timeout_s=60.0, max_retries=1)
         sampler = Sampler(self.servers, self.rewards, Words(), keys, 64, play=play, seed=1, routers=self.routers)
         try:
             return await sampler.sample_group(self.drawn, self.n, SamplingParams(MAX_RESPONSE, temperature=0.5))

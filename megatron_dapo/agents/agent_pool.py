@@ -16,6 +16,8 @@ from megatron_dapo.rewards.worker_pool import WorkerLost, WorkerPool
 
 _GRACE_S = 10.0  # for a cancelled agent to end by itself; then it is killed
 _KILL_S = 20.0  # for a command's end; a worker that does not answer then is killed
+END_S = _GRACE_S + _KILL_S
+"""Most time that the end of all agents takes."""
 _MAX_LOGGED_ERRORS = 20
 _MAX_LOG_BYTES = 16 << 20
 

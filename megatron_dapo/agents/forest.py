@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,11 +24,6 @@ class Node:
     seed: int
     request: int
     choice: int  # among the answers to the request
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Return its place in the trajectory, which no server's speed changes."""
-        return self.request, self.choice
 
 
 class Forest:
@@ -52,10 +47,10 @@ class Forest:
         self._num_asked[before, content] += 1
         return seed_from(before, content.hex(), place)
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens written."""
-        return self._num_tokens(range(len(self.nodes)))
+    def num_tokens(self, numbers: Iterable[int] | None = None) -> int:
+        """Return the number of tokens written, in all answers or in these."""
+        nodes = self.nodes if numbers is None else [self.nodes[number] for number in numbers]
+        return sum(len(node.generation.tokens) for node in nodes)
 
     def add(self, node: Node) -> int:
         """Add an answer and return its number."""
@@ -75,69 +70,63 @@ class Forest:
         nodes = [self.nodes[each] for each in self.path(number)]
         return joined(TOKEN, *(part for node in nodes for part in (node.suffix, node.generation.tokens)))
 
-    def kept(self, delivered: Collection[int]) -> tuple[list[int], dict[str, int]]:
+    def kept(self, delivered: Iterable[int]) -> tuple[list[int], dict[str, int]]:
         """Return the answers to train on, in their order, and the tokens left out, by their reason.
 
-        undelivered: no client read the answer to its end. An answer with one behind it was read,
-        whatever became of its delivery. twins: the same was asked again; only the last answers
-        count, and those that the agent went on from.
+        tokens_undelivered: no client read the answer to its end. An answer with one behind it was
+        read, whatever became of its delivery. tokens_twins: the same was asked again; only the last
+        answers count, and those that the agent went on from.
         """
-        read = self._with_all_before(delivered)
-        askers: dict[tuple[int | None, bytes], dict[int, int]] = defaultdict(dict)  # question -> request -> its last
-        for number in read:
-            node = self.nodes[number]
-            askers[node.parent, node.suffix.tobytes()][node.request] = number
-        last = {max(requests) for requests in askers.values()}
-        used = self._with_all_before(number for number in read if self.nodes[number].request in last)
-        used |= {self.nodes[number].parent for number in read} - {None}  # type: ignore[arg-type]
-        ordered = sorted(used, key=lambda number: self.nodes[number].place)
-        num_read, num_used = self._num_tokens(read), self._num_tokens(used)
-        return ordered, {"undelivered": self.num_tokens - num_read, "twins": num_read - num_used}
+        read = {number: self.nodes[number] for end in delivered for number in self.path(end)}
+        last: dict[tuple[int | None, bytes], int] = {}  # question -> the last request with it
+        for node in read.values():
+            question = node.parent, node.suffix.tobytes()
+            last[question] = max(last.get(question, 0), node.request)
+        requests, parents = {*last.values()}, {node.parent for node in read.values()}
+        used = [number for number, node in read.items() if node.request in requests or number in parents]
+        num_read, num_used = self.num_tokens(read), self.num_tokens(used)
+        left_out = {"tokens_undelivered": self.num_tokens() - num_read, "tokens_twins": num_read - num_used}
+        return sorted(used, key=self._place), left_out
 
     def branches(self, kept: Collection[int]) -> list[Branch]:
         """Return the paths from a root to each last answer of `kept`, in the order of these.
 
         An answer in several of them counts in the earliest.
         """
-        parents = {self.nodes[number].parent for number in kept}
-        leaves = sorted({*kept} - parents, key=lambda number: self.nodes[number].place)
+        leaves = {*kept} - {self.nodes[number].parent for number in kept}
         counted: set[int] = set()
         branches = []
-        for leaf in leaves:
+        for leaf in sorted(leaves, key=self._place):
             path = self.path(leaf)
             branches.append(self._branch(path, counted))
             counted.update(path)
         return branches
 
     def _branch(self, path: list[int], counted: Collection[int]) -> Branch:
-        tokens: list[np.ndarray] = []
-        log_probs: list[np.ndarray] = []
-        mask: list[np.ndarray] = []
-        versions: list[np.ndarray] = []
+        parts: list[tuple[np.ndarray, ...]] = []
         version = 0  # tokens that are read have that of the answer before
         for number in path:
             node = self.nodes[number]
             written = node.generation
-            num_read = 0 if node.parent is None else len(node.suffix)
-            tokens += [node.suffix[:num_read], written.tokens]
-            log_probs += [np.zeros(num_read, LOG_PROB), written.log_probs]
-            mask += [repeated(0, num_read, MASK), repeated(number not in counted, len(written.tokens), MASK)]
-            versions += [repeated(version, num_read, VERSION), written.weight_versions]
+            read = node.suffix[: 0 if node.parent is None else None]
+            mask = repeated(number not in counted, len(written.tokens), MASK)
+            zeros = np.zeros_like(read)
+            parts.append((read, zeros, zeros, repeated(version, len(read), VERSION)))
+            parts.append((written.tokens, written.log_probs, mask, written.weight_versions))
             version = written.weight_versions[-1] if len(written.weight_versions) else version
+        tokens, log_probs, masks, versions = zip(*parts, strict=True)
         return Branch(
             prompt_tokens=self.nodes[path[0]].suffix,
             response_tokens=joined(TOKEN, *tokens),
             rollout_log_probs=joined(LOG_PROB, *log_probs),
-            loss_mask=joined(MASK, *mask),
+            loss_mask=joined(MASK, *masks),
             weight_versions=joined(VERSION, *versions),
             routed_experts=np.concatenate([self.nodes[number].generation.routed_experts for number in path]),
         )
 
-    def _with_all_before(self, numbers: Iterable[int]) -> set[int]:
-        return {each for number in numbers for each in self.path(number)}
-
-    def _num_tokens(self, numbers: Iterable[int]) -> int:
-        return sum(len(self.nodes[number].generation.tokens) for number in numbers)
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return an answer's place in the trajectory, which no server's speed changes."""
+        return self.nodes[number].request, self.nodes[number].choice
 
 
 def up_to_stop(generation: Generation, stop: Sequence[str], num_read: int, decode: Callable[..., str]) -> Generation:

@@ -1,7 +1,6 @@
 """The way from token losses to one number: each mode has a weight per token and a count."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +15,6 @@ AGGREGATIONS: dict[str, tuple[Callable[[Tensor, int], Tensor], bool]] = {
 }
 
 
-class Trajectories(NamedTuple):
-    """The other parts of sequences that are rows of one trajectory; both tensors [num_segments]."""
-
-    num_elsewhere: Tensor  # int64: counted tokens in the trajectory's other rows
-    stands: Tensor  # bool: the row is the trajectory's in the count, its first one with counted tokens
-
-
 def token_weights(
     mode: str,
     loss_mask: Tensor,
@@ -30,14 +22,18 @@ def token_weights(
     num_segments: int,
     max_response_length: int,
     dtype: torch.dtype = torch.float32,
-    trajectories: Trajectories | None = None,
+    num_elsewhere: Tensor | None = None,
+    stands: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return weights and count; sum(weights * loss) / sum(counts) is the loss of `mode`.
 
     Every cut of a batch gives the same loss. loss_mask: any shape, non-zero at counted tokens.
     segment_ids: same shape, the sequence of each token, in [0, num_segments). A sequence must lie
-    in one piece of the cut; its length is the number of its counted tokens. With `trajectories` its
-    rows count as one sequence, of the length of all of them, also in different pieces.
+    in one piece of the cut; its length is the number of its counted tokens.
+
+    Rows of one trajectory count as one sequence, also in different pieces of the cut, if they know
+    of each other, by tensors [num_segments]. num_elsewhere: counted tokens in the other rows.
+    stands: whether it is the trajectory's in the count, its first one with counted tokens.
 
     Weights have the same shape, and are exactly 0 at uncounted tokens. The count (int64 scalar) is
     of counted tokens, or of sequences with at least one. A sequence without counted tokens counts
@@ -47,10 +43,10 @@ def token_weights(
     counted = loss_mask != 0
     lengths = torch.zeros(num_segments, dtype=torch.int64, device=loss_mask.device)
     lengths.scatter_add_(0, segment_ids.reshape(-1).long(), counted.reshape(-1).long())
-    whole = lengths if trajectories is None else lengths + trajectories.num_elsewhere
+    whole = lengths if num_elsewhere is None else lengths + num_elsewhere
     length = whole.to(dtype)[segment_ids.long()]
     weights = torch.where(counted, weight_of(length.clamp(min=1), max_response_length), 0)
     if not counts_sequences:
         return weights, lengths.sum()
     is_sequence = lengths > 0
-    return weights, (is_sequence if trajectories is None else is_sequence & trajectories.stands).sum()
+    return weights, (is_sequence if stands is None else is_sequence & stands).sum()

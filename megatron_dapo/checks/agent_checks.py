@@ -2,34 +2,27 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from urllib.parse import urlsplit
 
-from megatron_dapo.checks.known_mistakes import known_mistakes
-from megatron_dapo.checks.rollout_checks import variable_names
+from megatron_dapo.checks.known_mistakes import Check, known_mistakes
+from megatron_dapo.checks.rollout_checks import secret_names, turn_length
 from megatron_dapo.common.addresses import is_loopback
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH, estimators_with
-from megatron_dapo.config.derived import is_base_url, uses_experience_replay
+from megatron_dapo.config.derived import is_base_url, is_server_url, uses_experience_replay
 from megatron_dapo.config.key_names import AGENT, ESTIMATOR, MULTI_TURN, REPLAY, ROLLOUT
 from megatron_dapo.config.schema.config import Config
 
 _LAST_PORT = 65535
 
 
-def agent(config: Config) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes(_CHECKS, config)
+def _while_enabled(*checks: Check) -> Check:
+    def mistakes(config: Config) -> Iterator[str]:
+        if config.actor_rollout_ref.rollout.agent.enable:
+            yield from known_mistakes(checks, config)
 
-
-def training_with_agent(config: Config) -> Iterator[str]:
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes((_estimator, _experience_replay), config)
-
-
-def agent_on_machine(config: Config) -> Iterator[str]:
-    """Look for the agent's own code and programs here; nothing of them runs."""
-    if config.actor_rollout_ref.rollout.agent.enable:
-        yield from known_mistakes((_own_code, _command, _sandbox), config)
+    return mistakes
 
 
 def _program(config: Config) -> Iterator[str]:
@@ -44,27 +37,21 @@ def _key_in_argv(config: Config) -> Iterator[str]:
 
 
 def _import_paths(config: Config) -> Iterator[str]:
-    for name, path in _given_paths(config):
+    for name, path in _given_paths(config).items():
         if not IMPORT_PATH.fullmatch(path):
             yield f"{AGENT}.{name} is {path!r}, but must be of the form package.module:name; correct it."
 
 
-def _given_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys with an import path. A parser's may be a name of SGLang's, without a colon."""
+def _given_paths(config: Config) -> dict[str, str]:
+    """Return the keys with an import path. A parser's may be a name of SGLang's, without a colon."""
     keys = config.actor_rollout_ref.rollout.agent
-    for name in ("function", "credit", "tool_parser", "reasoning_parser"):
-        path = getattr(keys, name)
-        if path and (":" in path or not name.endswith("parser")):
-            yield name, path
+    named = {name: path for name in ("tool_parser", "reasoning_parser") if ":" in (path := getattr(keys, name) or "")}
+    return {name: path for name in ("function", "credit") if (path := getattr(keys, name))} | named
 
 
 def _beside_multi_turn(config: Config) -> Iterator[str]:
     if config.actor_rollout_ref.rollout.multi_turn.enable:
         yield f"{AGENT}.enable and {MULTI_TURN}.enable are both true, but a trajectory has one of both; leave one out."
-
-
-def _variables(config: Config) -> Iterator[str]:
-    yield from variable_names(f"{AGENT}.pass_env", config.actor_rollout_ref.rollout.agent.pass_env)
 
 
 def _public_url(config: Config) -> Iterator[str]:
@@ -88,7 +75,7 @@ def _ports(config: Config) -> Iterator[str]:
             f"{AGENT}.port is {keys.port}, but {AGENT}.num_gateways {keys.num_gateways} would take ports up to {last}, "
             f"above {_LAST_PORT}; lower one of them."
         )
-    for url in config.actor_rollout_ref.rollout.server_urls:
+    for url in filter(is_server_url, config.actor_rollout_ref.rollout.server_urls):
         parts = urlsplit(url)
         if is_loopback(parts.hostname or "") and keys.port <= (parts.port or 0) <= last:
             yield (
@@ -104,16 +91,6 @@ def _timeout(config: Config) -> Iterator[str]:
         yield (
             f"{AGENT}.timeout_s and end_timeout_s are together {longest:g}, longer than the whole step's "
             f"{ROLLOUT}.step_timeout_s {rollout.step_timeout_s:g}; lower the first or raise the last."
-        )
-
-
-def _turn_length(config: Config) -> Iterator[str]:
-    cap = config.actor_rollout_ref.rollout.agent.max_tokens_per_turn
-    limit = config.data.max_response_length
-    if cap is not None and cap >= limit:
-        yield (
-            f"{AGENT}.max_tokens_per_turn is {cap}, but must be below data.max_response_length {limit}, which is of a "
-            f"whole branch; lower it, or set it to null."
         )
 
 
@@ -133,7 +110,7 @@ def _experience_replay(config: Config) -> Iterator[str]:
 
 
 def _own_code(config: Config) -> Iterator[str]:
-    for name, path in _given_paths(config):
+    for name, path in _given_paths(config).items():
         if IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
             yield f"{AGENT}.{name} is {path}, {fault}"
 
@@ -149,14 +126,17 @@ def _sandbox(config: Config) -> Iterator[str]:
         yield f"{AGENT}.sandbox is true, but bwrap is not installed here; install it by `make setup-sandbox`."
 
 
-_CHECKS = (
+agent = _while_enabled(
     _program,
     _key_in_argv,
     _import_paths,
     _beside_multi_turn,
-    _variables,
+    partial(secret_names, AGENT),
     _public_url,
     _ports,
     _timeout,
-    _turn_length,
+    partial(turn_length, AGENT),
 )
+training_with_agent = _while_enabled(_estimator, _experience_replay)
+# nothing of the agent's own code and programs runs
+agent_on_machine = _while_enabled(_own_code, _command, _sandbox)

@@ -14,9 +14,15 @@ from megatron_dapo.checks.lora_checks import LORA_CHECKS
 from megatron_dapo.checks.megatron_checks import MEGATRON_CHECKS
 from megatron_dapo.checks.rollout_checks import ROLLOUT_CHECKS, is_variable_name, variable_names
 from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, IMPORT_PATH
-from megatron_dapo.config.derived import is_base_url, is_server_url, longest_sample, world_size
+from megatron_dapo.config.derived import (
+    is_base_url,
+    is_server_url,
+    longest_sample,
+    may_give_own_reward,
+    world_size,
+)
 from megatron_dapo.config.key_names import ACTOR, AGENT, MULTI_TURN, ROLLOUT
-from megatron_dapo.config.keys import known_keys, value_of
+from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.run import JUDGE_VALUES
@@ -233,19 +239,13 @@ def _scorers(config: Config) -> Iterator[str]:
 
 
 def _scorers_of_turns(config: Config) -> Iterator[str]:
-    givers = {AGENT: "agent", MULTI_TURN: "environment"}
-    section = next((section for section in givers if value_of(config, f"{section}.enable")), None)
-    if section is None:
-        return
-    if config.reward.model.path:
-        key = "reward.model.path"
-    elif config.reward.judge.url:
-        key = "reward.judge.url"
-    else:
-        return
-    yield (
-        f"{key} is given, but with {section}.enable the {givers[section]} gives the reward; leave one of the two out."
-    )
+    scorers = {"reward.model.path": config.reward.model.path, "reward.judge.url": config.reward.judge.url}
+    key = next((key for key, value in scorers.items() if value), None)
+    if key is not None and may_give_own_reward(config):
+        section, giver = (MULTI_TURN, "environment")
+        if config.actor_rollout_ref.rollout.agent.enable:
+            section, giver = (AGENT, "agent")
+        yield f"{key} is given, but with {section}.enable the {giver} gives the reward; leave one of the two out."
 
 
 def _model_url(config: Config) -> Iterator[str]:

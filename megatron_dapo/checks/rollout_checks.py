@@ -6,6 +6,7 @@
 import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.config.built_ins import BUILT_IN_ENVIRONMENTS, IMPORT_PATH
@@ -17,6 +18,7 @@ from megatron_dapo.config.derived import (
     starts_servers,
 )
 from megatron_dapo.config.key_names import AGENT, MULTI_TURN, ROLLOUT
+from megatron_dapo.config.keys import value_of
 from megatron_dapo.config.loader import nearest
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.estimates.server_states import RATIO_OPTION, states_ratio
@@ -117,10 +119,6 @@ def multi_turn(config: Config) -> Iterator[str]:
         yield from known_mistakes(_TURN_CHECKS, config)
 
 
-def _environment_variables(config: Config) -> Iterator[str]:
-    yield from variable_names(f"{MULTI_TURN}.pass_env", config.actor_rollout_ref.rollout.multi_turn.pass_env)
-
-
 def _environment(config: Config) -> Iterator[str]:
     name = config.actor_rollout_ref.rollout.multi_turn.environment
     if name not in BUILT_IN_ENVIRONMENTS and not IMPORT_PATH.fullmatch(name):
@@ -131,13 +129,19 @@ def _environment(config: Config) -> Iterator[str]:
         )
 
 
-def _turn_length(config: Config) -> Iterator[str]:
-    cap = config.actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn
+def secret_names(section: str, config: Config) -> Iterator[str]:
+    """Yield mistakes in the `pass_env` of multi_turn or agent."""
+    yield from variable_names(f"{section}.pass_env", value_of(config, f"{section}.pass_env"))
+
+
+def turn_length(section: str, config: Config) -> Iterator[str]:
+    """Yield a mistake if multi_turn or agent allow a turn the whole length of a response."""
+    cap = value_of(config, f"{section}.max_tokens_per_turn")
     limit = config.data.max_response_length
     if cap is not None and cap >= limit:
         yield (
-            f"{MULTI_TURN}.max_tokens_per_turn is {cap}, but must be below "
-            f"data.max_response_length {limit}, which is of the whole trajectory; lower it, or set it to null."
+            f"{section}.max_tokens_per_turn is {cap}, but must be below data.max_response_length {limit}, which is of "
+            f"all turns of a response; lower it, or set it to null."
         )
 
 
@@ -159,7 +163,13 @@ def _trajectory_timeout(config: Config) -> Iterator[str]:
         )
 
 
-_TURN_CHECKS = (_environment_variables, _environment, _turn_length, _turn_timeout, _trajectory_timeout)
+_TURN_CHECKS = (
+    partial(secret_names, MULTI_TURN),
+    _environment,
+    partial(turn_length, MULTI_TURN),
+    _turn_timeout,
+    _trajectory_timeout,
+)
 
 
 def variable_names(key: str, names: Sequence[str]) -> Iterator[str]:

@@ -55,7 +55,7 @@ class TrainSample:
     # of all tokens but the last, at their own places (data/routed_experts.py); empty if unknown
     routed_experts: np.ndarray = field(default_factory=partial(nothing, EXPERT))
     num_elsewhere: int = 0  # counted tokens in its trajectory's other rows
-    stands_for_trajectory: bool = True  # in counts: the first of its rows with counted tokens
+    stands: bool = True  # for it in counts: the first of its rows with counted tokens
 
     @property
     def length(self) -> int:
@@ -75,18 +75,9 @@ class SampleReward(NamedTuple):
     keep: bool = True  # False: the group's advantages are 0 under every estimator
     factors: tuple[float, ...] = (1.0,)  # of the advantage, by row
 
-    def by_row(self, first: int, advantage: float) -> dict[int, float]:
-        """Return sample_id -> advantage of its rows; first: the first one's sample_id."""
-        return {first + place: factor * advantage for place, factor in enumerate(self.factors)}
-
 
 Credit = Callable[[Sample], Sequence[float]]
 """A trajectory -> factors of its branches' advantages (agents/credit.py)."""
-
-
-def even_credit(sample: Sample) -> tuple[float, ...]:
-    """Return 1 for every branch."""
-    return (1.0,) * len(sample.branches)
 
 
 @dataclass(frozen=True)
@@ -119,12 +110,12 @@ def assemble(
     estimator: str = "grpo",
     normalize_by_std: bool = True,
     filter_truncated: bool = False,
-    credit: Credit = even_credit,
+    credit: Credit | None = None,
 ) -> list[TrainSample]:
     """Return the rows of all groups, in order, with advantages by `estimator` on shaped rewards.
 
     A sample has a row per branch; its sample_id is the first one's. Advantages are estimated group
-    by group, over samples, never rows, and multiplied by `credit`. An estimator per token leaves
+    by group, over samples, never rows, and multiplied by `credit` (None: 1). An estimator per token leaves
     advantages of 0 here: it needs log-probs or values.
 
     filter_truncated (overlong filtering): the tokens of truncated responses get no loss. Their
@@ -141,13 +132,14 @@ def assemble(
     advantages = {} if is_per_token else group_estimates(rewards, estimator, normalize_by_std)
     rows: list[TrainSample] = []
     for sample in (sample for group in groups for sample in group.samples):
-        counts = [0 if filter_truncated and sample.is_truncated else _num_counted(each) for each in sample.branches]
+        is_left_out = filter_truncated and sample.is_truncated
+        counts = [0 if is_left_out else int(branch.loss_mask.sum()) for branch in sample.branches]
         for place, branch in enumerate(sample.branches):
             rows.append(_train_sample(len(rows), sample, branch, advantages.get(len(rows), 0.0), counts, place))
     return rows
 
 
-def sample_rewards(groups: Iterable[Group], credit: Credit = even_credit) -> dict[int, SampleReward]:
+def sample_rewards(groups: Iterable[Group], credit: Credit | None = None) -> dict[int, SampleReward]:
     """Return the rewards of all samples by sample_id, that of the first row, in order."""
     members = [(group, sample) for group in groups for sample in group.samples]
     firsts = accumulate((len(sample.branches) for _, sample in members), initial=0)
@@ -157,18 +149,14 @@ def sample_rewards(groups: Iterable[Group], credit: Credit = even_credit) -> dic
             reward=sample.reward,
             correct=sample.correct,
             num_tokens=sample.num_response_tokens,
-            num_counted=sum(map(_num_counted, sample.branches)),
+            num_counted=sample.num_written_tokens,
             baseline=group.baseline_reward,
             keep=group.keep,
-            factors=tuple(credit(sample)),
+            factors=tuple(credit(sample)) if credit else (1.0,) * len(sample.branches),
         )
         for group, sample in members
     )
     return dict(zip(firsts, rewards, strict=False))
-
-
-def _num_counted(branch: Branch) -> int:
-    return int(np.count_nonzero(branch.loss_mask))
 
 
 def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
@@ -186,7 +174,7 @@ def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normali
         of_group = _group_rewards([rewards[i] for i in ids], normalize_by_std)
         estimates = estimate(of_group) * float(rewards[ids[0]].keep)
         for first, advantage in zip(ids, estimates.tolist(), strict=True):
-            advantages |= rewards[first].by_row(first, advantage)
+            advantages |= {first + place: factor * advantage for place, factor in enumerate(rewards[first].factors)}
     return advantages
 
 
@@ -305,5 +293,5 @@ def _train_sample(
         exp_mask=sample.exp_mask,
         routed_experts=branch.routed_experts,
         num_elsewhere=sum(counts) - counts[place],
-        stands_for_trajectory=not any(counts[:place]),
+        stands=not any(counts[:place]),
     )

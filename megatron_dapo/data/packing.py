@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dapo.algorithms.aggregation import Trajectories
 from megatron_dapo.algorithms.rollout_correction import Corrected
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import round_up
@@ -124,8 +123,8 @@ class MicroBatch:
     rollout_log_probs: Tensor  # float32
     weight_versions: Tensor  # int32, of the weights that wrote the token
     replayed: Tensor  # [num_segments] float32: 1 for a replayed sample
-    num_elsewhere: Tensor  # [num_segments] int64, see `Trajectories`
-    stands_for_trajectory: Tensor  # [num_segments] bool
+    num_elsewhere: Tensor  # [num_segments] int64, see `TrainSample`
+    stands: Tensor  # [num_segments] bool, the same
     cu_seqlens: Tensor | None  # [num_segments + 1] int32, covers all T; None if not packed
     max_seqlen: int
     num_segments: int
@@ -169,11 +168,6 @@ class MicroBatch:
             return segments[:, None].expand_as(self.tokens)
         # the size is given, so that nobody waits for the device to add it up
         return segments.repeat_interleave(self.cu_seqlens.diff(), output_size=self.tokens.numel()).view_as(self.tokens)
-
-    @property
-    def trajectories(self) -> Trajectories:
-        """Return the relation of its segments to other rows of their trajectories."""
-        return Trajectories(self.num_elsewhere, self.stands_for_trajectory)
 
     @property
     def exp_mask(self) -> Tensor:
@@ -252,7 +246,7 @@ def collate(
         **tensors,
         replayed=torch.tensor([*(float(sample.exp_mask) for sample in samples), 0.0][: len(widths)]),
         num_elsewhere=torch.tensor([*(sample.num_elsewhere for sample in samples), 0][: len(widths)]),
-        stands_for_trajectory=torch.tensor([*(each.stands_for_trajectory for each in samples), True][: len(widths)]),
+        stands=torch.tensor([*(sample.stands for sample in samples), True][: len(widths)]),
         cu_seqlens=torch.tensor([0, *accumulate(widths)], dtype=torch.int32) if packed else None,
         max_seqlen=max(widths),
         num_segments=len(widths),

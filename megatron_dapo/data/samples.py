@@ -26,6 +26,11 @@ class Prompt:
     extra_info: dict = field(default_factory=dict)
     messages: list[dict] | str = ""  # before rendering: an environment's first words may join them
 
+    @property
+    def chat(self) -> list[dict]:
+        """Return the messages; a text is one of the user."""
+        return [{"role": "user", "content": self.messages}] if isinstance(self.messages, str) else self.messages
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Branch(TokenRecord):
@@ -93,6 +98,7 @@ class Sample(Branch):
     number: int = 0
     response_text: str = ""  # of a step's shown groups, for people; rewards decode the tokens
     others: tuple[Branch, ...] = ()  # an agent's further branches
+    own_answer: str | None = None  # an agent's, scored in place of the last branch's text
 
     @property
     def branches(self) -> tuple[Branch, ...]:

@@ -23,17 +23,12 @@ def _prompt_from_plain(plain: dict) -> Prompt:
 def sample_to_plain(sample: Sample) -> dict:
     """Return a sample as plain data; one branch alone has no list of others."""
     others = [_branch_to_plain(branch) for branch in sample.others]
-    plain = _branch_to_plain(sample) | {"others": others}
-    if not others:
-        del plain["others"]
-    return plain
+    return _branch_to_plain(sample) | ({"others": others} if others else {})
 
 
 def _branch_to_plain(branch: Branch) -> dict:
-    plain = dict(vars(branch))
-    if not len(branch.routed_experts):
-        del plain["routed_experts"]
-    return plain
+    left_out = {"others"} if len(branch.routed_experts) else {"others", "routed_experts"}
+    return {name: value for name, value in vars(branch).items() if name not in left_out}
 
 
 def sample_from_plain(plain: dict) -> Sample:

@@ -3,27 +3,16 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 
-_COUNTS = {
-    # as the gateway saw it (`agents.turns.COUNTS`)
-    "ill_formed": "agent/num_ill_formed",
-    "retokenized": "agent/num_retokenized",
-    "refused": "agent/num_refused",
-    "overruled": "agent/num_overruled",
-    "retries": "agent/num_retries",
-    # of trajectories
-    "restarts": "agent/num_restarts",
-    "errors": "agent/num_errors",
-    # of tokens written and not trained on
-    "undelivered": "agent/num_tokens_undelivered",
-    "twins": "agent/num_tokens_twins",
-    "lost": "agent/num_tokens_lost",
-}
-_TOOL_S = "agent/tool_s"
-_TAKEN = {*_COUNTS.values(), _TOOL_S}
+from megatron_dapo.agents.turns import COUNTS
+
+# as the gateways saw it; of trajectories; of tokens written and not trained on
+_COUNTS = (*COUNTS, "restarts", "errors", "tokens_undelivered", "tokens_twins", "tokens_lost")
+_TOOL_S = "tool_s"
 _MAX_NAMES = 32  # of the agents' own numbers in a step
 _LARGEST = 1e30
-_NAME = re.compile(r"agent/[A-Za-z0-9][A-Za-z0-9_.@-]{0,47}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,47}", re.ASCII)
 
 
 class AgentMetrics:
@@ -31,34 +20,27 @@ class AgentMetrics:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self._means: dict[str, tuple[float, int]] = {}  # metric -> sum, number of trajectories
+        self._sums: dict[str, tuple[float, int]] = {}  # name -> sum, number of trajectories
 
-    def count(self, numbers: Mapping[str, int]) -> None:
-        """Add counts, by the names of `_COUNTS`."""
-        self._counts.update(numbers)
+    def add(self, counts: Mapping[str, int], means: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Add counts, by the names of `_COUNTS`, and a finished trajectory's numbers.
 
-    def add(self, tool_s: float, own: Mapping[str, float]) -> None:
-        """Add a finished trajectory.
-
-        tool_s: seconds without a request. own: the agent's numbers, from anywhere; those that are
-        none, or have no plain name, are left out, and so are further names once there are 32.
+        means: "tool_s", the seconds without a request, and the agent's own numbers, from anywhere.
+        Those that are none, or have no plain name, are left out, and so are further names once
+        there are 32.
         """
-        self._add(_TOOL_S, tool_s)
-        for name, value in own.items():
-            metric = f"agent/{name}"
+        self._counts.update(counts)
+        for name, value in means.items():
             is_number = type(value) in (int, float, bool) and abs(value) <= _LARGEST  # not NaN
-            if is_number and metric not in _TAKEN and _NAME.fullmatch(metric):
-                self._add(metric, float(value))
+            has_room = name in {*self._sums, _TOOL_S} or len(self._sums.keys() - {_TOOL_S}) < _MAX_NAMES
+            if is_number and has_room and _NAME.fullmatch(name):
+                total, number = self._sums.get(name, (0.0, 0))
+                self._sums[name] = total + value, number + 1
 
     def take(self) -> dict[str, float]:
-        """Return the metrics since the last call."""
-        counts = {metric: self._counts[name] for name, metric in _COUNTS.items()}
-        means = {metric: total / number for metric, (total, number) in self._means.items()}
+        """Return the metrics since the last call; a count's name is no agent's."""
+        means = {f"agent/{name}": total / number for name, (total, number) in self._sums.items()}
+        counts = {f"agent/num_{name}": self._counts[name] for name in _COUNTS}
         self._counts.clear()
-        self._means.clear()
-        return counts | means
-
-    def _add(self, metric: str, value: float) -> None:
-        if metric in self._means or len(self._means) <= _MAX_NAMES:
-            total, number = self._means.get(metric, (0.0, 0))
-            self._means[metric] = total + value, number + 1
+        self._sums.clear()
+        return means | counts

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import math
 import random
+import time
+from collections import ChainMap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -66,27 +67,23 @@ class _Attempt:
 
     def __init__(self, start: TrajectoryStart, number: int, timeout_s: float, tokenizer: Tokenizer) -> None:
         self.forest = Forest(*start.seeds, number)
-        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.is_late = False
-        self.servers: dict[str, None] = {}  # URLs, the last one used last
+        self.tools = TimeSpent()  # without a request
         self._start = start
         self._tokenizer = tokenizer
         self._salt: str | None = None
         self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
-        self._seconds_left = timeout_s
-        self._clock, self._tools = TimeSpent(), TimeSpent()
+        self.seconds_left = timeout_s
+        self._clock = TimeSpent()
         self.note(0, 0)
 
     async def become_late(self) -> None:
         """Return when its seconds are used up; they stand still while a request waits for a place."""
-        while (left := self._seconds_left) > 0:
+        while (left := self.seconds_left) > 0:
             await asyncio.sleep(max(left, _LOOK_S))
-            self._seconds_left -= self._clock.take()
+            self.seconds_left -= self._clock.take()
         self.is_late = True
-
-    def tool_s(self) -> float:
-        """Return the seconds without a request; asked once."""
-        return self._tools.take()
 
     async def answer(self, turn: Turn) -> list[Answer]:
         """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
@@ -97,35 +94,27 @@ class _Attempt:
             generations = await run_all(self._generate(turn, suffix, seed) for seed in seeds)
         except Exception as error:
             if not self.failure.done():
-                self.failure.set_exception(error)
-                self.failure.exception()  # the attempt may have ended already
+                self.failure.set_result(error)
             raise TurnRefused(403, "trajectory_ended", "the trajectory has ended") from error
         finally:
             self.note(-1, 0)
-        return [
-            self._answer(Node(turn.parent, suffix, generation, seed, turn.request, choice))
-            for choice, (generation, seed) in enumerate(zip(generations, seeds, strict=True))
-        ]
-
-    def _answer(self, node: Node) -> Answer:
-        number, written = self.forest.add(node), node.generation
-        for url in written.servers:
-            self.servers[url] = self.servers.pop(url, None)
-        reason = written.finish_reason
-        return Answer(number, tuple(written.tokens.tolist()), tuple(written.log_probs.tolist()), reason)
+        answers = []
+        for choice, (seed, written) in enumerate(zip(seeds, generations, strict=True)):
+            number = self.forest.add(Node(turn.parent, suffix, written, seed, turn.request, choice))
+            tokens, log_probs = tuple(written.tokens.tolist()), tuple(written.log_probs.tolist())
+            answers.append(Answer(number, tokens, log_probs, written.finish_reason))
+        return answers
 
     async def _generate(self, turn: Turn, suffix: np.ndarray, seed: int) -> Generation:
         before = self.forest.tokens(turn.parent)
-        writers = [*self.servers] if turn.parent is None else self.forest.nodes[turn.parent].generation.servers
+        latest = self.forest.nodes[-1:] if turn.parent is None else [self.forest.nodes[turn.parent]]
         budget = _RequestBudget(
-            server_url=writers[-1] if writers else None,
+            server_url=next((url for node in latest for url in reversed(node.generation.servers)), None),
             cache_salt=self._salt,
             num_routed=max(len(before) - 1, 0),
             attempt=self,
         )
-        params = replace(
-            self._start.params, max_new_tokens=turn.max_new_tokens, stop=tuple(turn.stop), sampling_seed=seed
-        )
+        params = replace(self._start.params, max_new_tokens=turn.max_new_tokens, stop=turn.stop, sampling_seed=seed)
         self.note(0, 1)
         try:
             generation = await self._start.generate(joined(TOKEN, before, suffix), params, budget)
@@ -144,7 +133,7 @@ class _Attempt:
         self._num_open += num_open
         self._num_waiting += num_waiting
         self._clock.switch(not self._num_waiting)
-        self._tools.switch(not self._num_open)
+        self.tools.switch(not self._num_open)
 
 
 @dataclass
@@ -156,9 +145,13 @@ class _RequestBudget(Budget):
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
         assert self.attempt is not None
+        began = time.monotonic()
         self.attempt.note(0, -1)
         try:
             yield
+        except ServerError:  # which costs nothing
+            self.attempt.seconds_left += time.monotonic() - began
+            raise
         finally:
             self.attempt.note(0, 1)
 
@@ -171,7 +164,12 @@ class AgentPlay:
     servers: ServerPool
     tokenizer: Tokenizer
     data: DataConfig  # the limit of a branch's first prompt
-    is_validation: bool = False  # told to the agent; such trajectories are in no metric of a step
+    is_validation: bool = False  # told to the agent
+
+    @property
+    def _metrics(self) -> AgentMetrics:
+        """Return the step's; trajectories of a validation are in none."""
+        return AgentMetrics() if self.is_validation else self.agents.metrics
 
     async def play(self, start: TrajectoryStart) -> Trajectory:
         """Return a whole trajectory: a `Play`.
@@ -180,33 +178,27 @@ class AgentPlay:
         """
         keys = self.agents.keys
         async with self.agents.places.taken():
-            for number in count():
-                attempt = _Attempt(start, number, keys.timeout_s, self.tokenizer)
+            for num_left in range(keys.max_restarts, -1, -1):
+                attempt = _Attempt(start, keys.max_restarts - num_left, keys.timeout_s, self.tokenizer)
                 try:
                     return await self._try(start, attempt)
-                except (AgentFailure, GatewayLost) as error:
-                    reason = error.reason if isinstance(error, AgentFailure) else f"crash: {error}"
+                except BaseException as error:
+                    is_failure = isinstance(error, AgentFailure | GatewayLost)
+                    is_restart = is_failure and num_left > 0
+                    self._metrics.add({"restarts": is_restart, "tokens_lost": attempt.forest.num_tokens()})
+                    if not is_failure:  # its servers are lost, or it is stopped
+                        raise
+                    reason = f"crash: {error}" if isinstance(error, GatewayLost) else str(error)
                 log.info("the agent of response %d to %s failed: %s", start.number, start.seeds[1], reason)
-                is_last = number == keys.max_restarts
-                if not self.is_validation:
-                    self.agents.metrics.count({"lost": attempt.forest.num_tokens, "restarts": not is_last})
-                if is_last:
-                    break
         trajectory = Trajectory(start.prompt.tokens)
         trajectory.fail(reason, "agent")
         return trajectory
 
     async def _try(self, start: TrajectoryStart, attempt: _Attempt) -> Trajectory:
         """Return the trajectory of an attempt. Raises AgentFailure, GatewayLost, and the servers' errors."""
-        keys = self.agents.keys
-        limits = Limits(
-            max_prompt_tokens=self.data.max_prompt_length,
-            max_response_tokens=start.params.max_new_tokens,
-            max_turns=keys.max_turns,
-            max_branches=keys.max_branches,
-            max_tokens_per_turn=keys.max_tokens_per_turn,
-            max_choices=keys.max_choices,
-        )
+        limited = {"max_turns", "max_branches", "max_tokens_per_turn", "max_choices"}
+        of_keys = self.agents.keys.model_dump(include=limited)
+        limits = Limits(self.data.max_prompt_length, start.params.max_new_tokens, **of_keys)
         outcome: Outcome | None = None
         failure: AgentFailure | None = None
         async with self.agents.gateways.session(limits, attempt.answer, self._parse) as session:
@@ -214,7 +206,6 @@ class AgentPlay:
                 outcome = await self._run(start, attempt, session)
             except AgentFailure as error:  # perhaps because its last request was refused
                 failure = error
-            await session.close_requests()
         kept, left_out = attempt.forest.kept(session.notes.delivered)
         trajectory = _trajectory(start, attempt, kept, session.notes)
         if trajectory.finish_reason == "stop":
@@ -224,15 +215,15 @@ class AgentPlay:
                 raise AgentFailure("crash: it ended without having read an answer of the model")
             if outcome is None:
                 trajectory.finish_reason = "turns"  # it went on asking
-        outcome = outcome or Outcome()
-        judged = outcome if outcome.reward is not None else session.posted or outcome
-        if judged.reward is not None:
-            correct = judged.reward > 0 if judged.correct is None else judged.correct
-            trajectory.verdict = RewardResult(judged.reward, correct)
-        if not self.is_validation:
-            num_errors = int(bool(outcome.error or judged.error))
-            self.agents.metrics.count({**session.notes.counts, **left_out, "errors": num_errors})
-            self.agents.metrics.add(attempt.tool_s(), {**judged.metrics, **outcome.metrics})
+        said = [each for each in (outcome, session.posted) if each is not None]  # the first word counts
+        for each in said:
+            if each.reward is not None and trajectory.verdict is None:
+                correct = each.reward > 0 if each.correct is None else each.correct
+                trajectory.verdict = RewardResult(each.reward, correct)
+            if trajectory.own_answer is None:
+                trajectory.own_answer = each.answer
+        counts = {**session.notes.counts, **left_out, "errors": any(each.error for each in said)}
+        self._metrics.add(counts, ChainMap({"tool_s": attempt.tools.take()}, *(each.metrics for each in said)))
         return trajectory
 
     async def _run(self, start: TrajectoryStart, attempt: _Attempt, session: Session) -> Outcome | None:
@@ -240,10 +231,8 @@ class AgentPlay:
 
         Raises AgentFailure, GatewayLost, and the errors of its requests.
         """
-        prompt, messages = start.prompt, start.prompt.messages
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        of_row = (prompt.text, messages, prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        prompt = start.prompt
+        of_row = (prompt.text, prompt.chat, prompt.data_source, prompt.ground_truth, prompt.extra_info)
         task = AgentTask(*of_row, number=start.number, is_validation=self.is_validation)
         agent = asyncio.create_task(self.agents.pool.run(task, session.endpoint, math.inf))
         lost = asyncio.create_task(session.lost.wait())
@@ -257,7 +246,7 @@ class AgentPlay:
                 timeout_s = self.agents.keys.end_timeout_s
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if attempt.failure.done():
-                attempt.failure.result()
+                raise attempt.failure.result()
             if lost.done():
                 raise GatewayLost("its gateway has ended")
             return agent.result() if agent.done() else None
@@ -281,19 +270,13 @@ class AgentPlay:
 
 def _trajectory(start: TrajectoryStart, attempt: _Attempt, kept: Sequence[int], notes: SessionNotes) -> Trajectory:
     """Return the trajectory of an attempt's answers, with the reason of its end."""
-    branches = attempt.forest.branches(kept)
     trajectory = Trajectory(start.prompt.tokens)
-    if branches:
-        first, *others = branches
+    if kept:
+        first, *others = attempt.forest.branches(kept)
         trajectory = Trajectory(
-            prompt_tokens=first.prompt_tokens,
-            tokens=first.response_tokens,
-            log_probs=first.rollout_log_probs,
-            loss_mask=first.loss_mask,
-            weight_versions=first.weight_versions,
-            routed_experts=first.routed_experts,
+            **{name: getattr(first, name) for name in first.ARRAYS},
             num_turns=len(kept),
-            servers=[*attempt.servers],
+            servers=[*dict.fromkeys(url for node in attempt.forest.nodes for url in node.generation.servers)],
             others=tuple(others),
         )
         is_cut = attempt.forest.nodes[kept[-1]].generation.finish_reason == "length"

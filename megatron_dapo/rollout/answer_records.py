@@ -58,8 +58,8 @@ def answer_record(step: int, group: Group, sample: Sample, tokenizer: Tokenizer)
     }
 
 
-def answer_line(record: dict) -> bytes:
-    """Return the line of a record of an answer."""
+def line_of(record: dict) -> bytes:
+    """Return the line of a record. Half a character, as in the name of a file, is shown as "?"."""
     return f"{json.dumps(record, ensure_ascii=False)}\n".encode("utf-8", "replace")
 
 

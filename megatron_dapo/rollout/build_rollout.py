@@ -231,22 +231,17 @@ def make_agents(config: Config) -> Agents:
     """Return the agents with their gateways. Raises UserError."""
     keys = config.actor_rollout_ref.rollout.agent
     path = config.actor_rollout_ref.model.path
-    tool_parser, reasoning_parser = keys.tool_parser, keys.reasoning_parser
-    if tool_parser is None or reasoning_parser is None:
+    parsers = keys.model_dump(include={"tool_parser", "reasoning_parser"})
+    if None in parsers.values():
         family = FAMILIES[read_model_spec(path).family]
-        tool_parser, reasoning_parser = tool_parser or family.tool_parser, reasoning_parser or family.reasoning_parser
+        parsers = {name: parser or getattr(family, name) for name, parser in parsers.items()}
+    of_keys = {"host", "port", "public_url", "max_request_mb", "history", "template_kwargs"}
     settings = GatewaySettings(
         model=str(ModelFolder.of(path).hf),
         model_name=Path(path).name,
-        host=keys.host,
-        port=keys.port,
-        public_url=keys.public_url,
-        max_request_mb=keys.max_request_mb,
-        history=keys.history,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
-        template_kwargs=keys.template_kwargs,
         apply_chat_template=config.data.apply_chat_template,
+        **keys.model_dump(include=of_keys),
+        **parsers,
     )
     pool = AgentPool(keys, RunFolder.of(config.trainer).logs)
     return Agents(keys, Gateways(settings, keys.num_gateways), pool)

@@ -6,7 +6,6 @@ while the trainer trains.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from megatron_dapo.queue.group_filter import filter_in_words
 from megatron_dapo.queue.step_statistics import RolloutStep
 from megatron_dapo.rewards.reward_registry import check_estimator
 from megatron_dapo.rollout.agent_play import Agents
-from megatron_dapo.rollout.answer_records import group_record, with_texts
+from megatron_dapo.rollout.answer_records import group_record, line_of, with_texts
 from megatron_dapo.rollout.batch_files import write_batch
 from megatron_dapo.rollout.build_rollout import (
     load_prompts,
@@ -185,12 +184,10 @@ class Controller:
             **self._drawing.metrics(),
             "reward/wait_share": self._sampler.reward_wait.take() / metrics["rollout/seconds"],
         }
-        if self._agents is not None:
-            metrics = self._agents.metrics.take() | metrics  # agents choose names of their own
+        if self._agents is not None:  # which choose names of their own
+            metrics = self._agents.metrics.take() | metrics | row_metrics(result.groups)
         if self._drawing.pool is not None:
             metrics |= self._drawing.pool.metrics() | replay_metrics(result.groups, weight_version)
-        if self._rollout.agent.enable:
-            metrics |= row_metrics(result.groups)
         return metrics
 
     async def begin_evaluation(self, step: int, weight_version: int) -> None:
@@ -221,8 +218,7 @@ class Controller:
         `state_dict` then has the unfinished responses of one turn; those with an environment or an
         agent begin anew.
         """
-        await self._validation.cancel()
-        failure = await self._filling.halt()
+        _, failure = await asyncio.gather(self._validation.cancel(), self._filling.halt())
         return None if failure is None else str(failure)
 
     def state_dict(self, with_samples: bool = True) -> dict:
@@ -242,8 +238,7 @@ class Controller:
 
     async def close(self) -> None:
         """End all sampling and the workers, and close the connections to the servers."""
-        await self._validation.cancel()
-        await self._filling.cancel()
+        await asyncio.gather(self._validation.cancel(), self._filling.cancel())
         await self._rewards.close()
         await self._scorers.close()
         if self._environments:
@@ -299,9 +294,9 @@ class Controller:
         """Write some of the step's groups for people."""
         shown = groups[: self._rollout.dump_samples]
         if shown:
-            lines = [json.dumps(group_record(step, group, self._tokenizer), ensure_ascii=False) for group in shown]
+            lines = [line_of(group_record(step, group, self._tokenizer)) for group in shown]
             try:
-                write_whole(self._folder.rollout(step), "\n".join(lines) + "\n")
+                write_whole(self._folder.rollout(step), b"".join(lines))
             except OSError as error:  # only people read them: no reason to end a run
                 log.warning("the samples of step %d cannot be written (%s)", step, error)
 

@@ -5,6 +5,7 @@ With `max_staleness` above 0 it goes on while the trainer trains.
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -67,9 +68,8 @@ class Filling:
         self._held = TimeSpent()
         self._is_waited_for = False  # by `fill`
         servers.is_blocked = self._is_blocked
-        self._places = places
-        if places is not None:
-            places.on_free = self._note_free_place
+        self._places = places or Places(sys.maxsize)
+        self._places.on_free = self._note_free_place
 
     async def fill(self) -> None:
         """Wait until the queue's step is ready, and draw its prompts.
@@ -158,10 +158,7 @@ class Filling:
 
     def _has_room(self) -> bool:
         """Return whether a free slot, and a free place, has no request coming to it."""
-        free = self._servers.num_free_slots
-        if self._places is not None:
-            free = min(free, self._places.num_free)
-        return free > self._num_arriving
+        return min(self._servers.num_free_slots, self._places.num_free) > self._num_arriving
 
     def _note_free_place(self) -> None:
         self._groups_or_slots_changed.set()

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_dapo.agents.agent_pool import END_S
 from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndFolder, EndKind
 from megatron_dapo.common.errors import UserError
@@ -52,6 +53,7 @@ class RolloutHandle:
     def __init__(self, config: Config, process: Any, connection: Connection, log_file: Path) -> None:
         rollout = config.actor_rollout_ref.rollout
         self.log_file = log_file
+        self._config = config
         self._process = process
         self._connection = connection
         self._start_timeout_s = rollout.server.startup_timeout_s + _GRACE_S
@@ -173,7 +175,7 @@ class RolloutHandle:
         """End the controller: it sees the closed pipe; after a while it is killed. Idempotent."""
         atexit.unregister(self.close)
         self._connection.close()
-        self._process.join(_CLOSE_S)
+        self._process.join(_close_s(self._config))
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -217,6 +219,11 @@ class RolloutHandle:
         )
 
 
+def _close_s(config: Config) -> float:
+    """Return the seconds for a controller to end by itself, with its agents."""
+    return _CLOSE_S + (END_S if config.actor_rollout_ref.rollout.agent.enable else 0.0)
+
+
 # ------------------------------------------------------------------------------------- in the child
 
 
@@ -248,7 +255,8 @@ async def _serve(config: Config, connection: Connection, log_file: str) -> None:
     gone = loop.create_future()
     loop.add_signal_handler(signal.SIGUSR2, _dump_tasks)
     faulthandler.register(signal.SIGUSR2, chain=True)  # also while the loop does not get to it
-    threading.Thread(target=_read_commands, args=(connection, loop, commands, stop_asked, gone), daemon=True).start()
+    reading = (connection, loop, commands, stop_asked, gone, _close_s(config))
+    threading.Thread(target=_read_commands, args=reading, daemon=True).start()
     answering = asyncio.create_task(_answer_commands(config, connection, commands, stop_asked, log_file))
     await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
     if gone.done():
@@ -264,7 +272,12 @@ def _dump_tasks() -> None:
 
 
 def _read_commands(
-    connection: Connection, loop: Any, commands: asyncio.Queue, stop_asked: asyncio.Event, gone: asyncio.Future
+    connection: Connection,
+    loop: Any,
+    commands: asyncio.Queue,
+    stop_asked: asyncio.Event,
+    gone: asyncio.Future,
+    close_s: float,
 ) -> None:
     """Forward the trainer's messages, in a thread of its own, since a pipe cannot be awaited.
 
@@ -287,7 +300,7 @@ def _read_commands(
     except (EOFError, OSError):
         with suppress(RuntimeError):  # the loop is closed: all is over
             loop.call_soon_threadsafe(note_the_end)
-    time.sleep(_CLOSE_S)
+    time.sleep(close_s)
     ends.record_end(EndKind.FAILED, FAILED_EXIT_CODE, "the loop did not end when the trainer closed the pipe")
     # user code holds the loop; a living trainer has killed us by now, a dead one cannot
     os._exit(FAILED_EXIT_CODE)

@@ -14,7 +14,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group, Prompt, Sample
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_pool import RewardPool
-from megatron_dapo.rollout.answer_records import answer_line, answer_record
+from megatron_dapo.rollout.answer_records import answer_record, line_of
 from megatron_dapo.rollout.deadlines import within
 from megatron_dapo.rollout.evaluation import sample_answers, validation_metrics
 from megatron_dapo.rollout.sampling import Sampler
@@ -118,7 +118,7 @@ class Validation:
         path = self._folder.validation(step)
         ordered = sorted(records, key=lambda record: (record["prompt_index"], record["number"]))
         try:
-            write_whole(path, b"".join(map(answer_line, ordered)))
+            write_whole(path, b"".join(map(line_of, ordered)))
         except OSError as error:  # only people read them: no reason to end a run
             log.warning("the answers of step %d cannot be kept in %s (%s)", step, path, error)
         return validation_metrics(ordered)

@@ -16,7 +16,7 @@ from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.data.routed_experts import RouterShape
 from megatron_dapo.data.samples import Group, PartialResponse, Sample
-from megatron_dapo.data.token_arrays import TOKEN, TokenIds, joined, token_array
+from megatron_dapo.data.token_arrays import TOKEN, TokenIds, joined
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_result import RewardResult
@@ -199,7 +199,7 @@ class Sampler:
                 together.leave_out()
             return trajectory.verdict
         prompt = group.prompt
-        text = self._tokenizer.decode(trajectory.last_tokens)
+        text = self._scored_text(trajectory.own_answer, trajectory.last_tokens)
         if together is not None:
             verdict = await together.verdict(number, text)
         else:
@@ -215,9 +215,14 @@ class Sampler:
         async def score(texts: Sequence[str]) -> list[RewardResult]:
             return await self._rewards.score_group(prompt.data_source, texts, prompt.ground_truth, prompt.extra_info)
 
-        last = {sample.number: sample.branches[-1].response_tokens for sample in group.samples}
-        texts = {number: self._tokenizer.decode(tokens) for number, tokens in last.items()}
+        texts = {
+            sample.number: self._scored_text(sample.own_answer, sample.branches[-1].response_tokens)
+            for sample in group.samples
+        }
         return GroupVerdicts(score, texts, num_new)
+
+    def _scored_text(self, own_answer: str | None, tokens: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens) if own_answer is None else own_answer
 
     async def _generate(self, group: Group, tokens: TokenIds, params: SamplingParams, budget: Budget) -> Generation:
         """Return the continuation of the tokens, preferably by the budget's server.
@@ -342,24 +347,17 @@ def _require_experts(generation: Generation, url: str) -> None:
 def _to_sample(uid: str, number: int, trajectory: Trajectory, verdict: RewardResult, shaping: Shaping) -> Sample:
     """Return a finished trajectory as a sample, with its reward shaped."""
     is_terminated = trajectory.finish_reason == "stop"
+    taken = (*Sample.ARRAYS, "finish_reason", "num_turns", "others", "own_answer")
     return Sample(
+        **{name: getattr(trajectory, name) for name in taken},
         uid=uid,
-        prompt_tokens=token_array(trajectory.prompt_tokens, TOKEN),
-        response_tokens=trajectory.tokens,
-        rollout_log_probs=trajectory.log_probs,
-        loss_mask=trajectory.loss_mask,
-        weight_versions=trajectory.weight_versions,
-        finish_reason=trajectory.finish_reason,
         raw_reward=verdict.score,
         correct=verdict.correct,
         reward=shaping(verdict.score, trajectory.length, not is_terminated),
         is_truncated=not is_terminated,
         is_terminated=is_terminated,
-        num_turns=trajectory.num_turns,
         servers=tuple(trajectory.servers),
         reward_error=verdict.error,
         answer=verdict.answer,
-        routed_experts=trajectory.routed_experts,
         number=number,
-        others=trajectory.others,
     )

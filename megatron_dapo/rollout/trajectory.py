@@ -105,8 +105,8 @@ class Trajectory:
     """
 
     prompt_tokens: TokenIds  # with an environment's opening
-    tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
-    log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
+    response_tokens: np.ndarray = field(default_factory=partial(nothing, TOKEN))
+    rollout_log_probs: np.ndarray = field(default_factory=partial(nothing, LOG_PROB))
     loss_mask: np.ndarray = field(default_factory=partial(nothing, MASK))
     weight_versions: np.ndarray = field(default_factory=partial(nothing, VERSION))
     # of prompt and response but the last token, if asked of the servers (`data.routed_experts`)
@@ -120,16 +120,17 @@ class Trajectory:
     verdict: RewardResult | None = None
     solved: bool | None = None  # last word of the environment; None without one
     others: tuple[Branch, ...] = ()  # an agent's further branches
+    own_answer: str | None = None  # an agent's, to score in place of the last branch's text
 
     @property
     def last_tokens(self) -> np.ndarray:
         """Return the response of the last branch, the one to score."""
-        return self.others[-1].response_tokens if self.others else self.tokens
+        return self.others[-1].response_tokens if self.others else self.response_tokens
 
     @property
     def length(self) -> int:
         """Return the tokens of the longest branch's response."""
-        return max(len(self.tokens), *(len(branch.response_tokens) for branch in self.others), 0)
+        return max(len(self.response_tokens), *(len(branch.response_tokens) for branch in self.others), 0)
 
     def add_model_turn(self, generation: Generation) -> None:
         """Add a turn of the model."""
@@ -159,11 +160,13 @@ class Trajectory:
         is left out: it may end the response, even if SGLang says "abort", and nothing may follow an
         end.
         """
-        return PartialResponse(self.tokens[:-1], self.log_probs[:-1], self.weight_versions[:-1], tuple(self.servers))
+        return PartialResponse(
+            self.response_tokens[:-1], self.rollout_log_probs[:-1], self.weight_versions[:-1], tuple(self.servers)
+        )
 
     def _add(self, tokens: TokenIds, log_probs: np.ndarray, mask: int, weight_versions: np.ndarray) -> None:
-        self.tokens = joined(TOKEN, self.tokens, tokens)
-        self.log_probs = joined(LOG_PROB, self.log_probs, log_probs)
+        self.response_tokens = joined(TOKEN, self.response_tokens, tokens)
+        self.rollout_log_probs = joined(LOG_PROB, self.rollout_log_probs, log_probs)
         self.loss_mask = joined(MASK, self.loss_mask, repeated(mask, len(tokens), MASK))
         self.weight_versions = joined(VERSION, self.weight_versions, weight_versions)
 
@@ -192,12 +195,12 @@ async def single_turn(start: TrajectoryStart) -> Trajectory:
     trajectory = Trajectory(prompt.tokens)
     if begun is not None:
         trajectory.resume(begun, params.max_new_tokens)
-    rest = params.max_new_tokens - len(trajectory.tokens)
+    rest = params.max_new_tokens - len(trajectory.response_tokens)
     if rest <= 0:
         trajectory.num_turns = 1
         trajectory.finish_reason = "length"
         return trajectory
-    so_far = joined(TOKEN, prompt.tokens, trajectory.tokens)
+    so_far = joined(TOKEN, prompt.tokens, trajectory.response_tokens)
     budget = Budget()
     try:
         generation = await start.generate(so_far, replace(params, max_new_tokens=rest), budget)
@@ -210,7 +213,7 @@ async def single_turn(start: TrajectoryStart) -> Trajectory:
         raise
     trajectory.add_model_turn(generation)
     if generation.finish_reason == "abort":
-        if len(trajectory.tokens):
+        if len(trajectory.response_tokens):
             on_partial(trajectory.partial())
         raise Aborted
     trajectory.finish_reason = generation.finish_reason
@@ -253,13 +256,13 @@ class MultiTurn:
             return "stop"
         environment_tokens: tuple[int, ...] = ()  # they count once the model answered them
         while True:
-            room = start.params.max_new_tokens - len(trajectory.tokens) - len(environment_tokens)
+            room = start.params.max_new_tokens - len(trajectory.response_tokens) - len(environment_tokens)
             if room <= 0:  # to answer
                 return "length"
             params = start.seeded(trajectory.num_turns)
             turn = replace(params, max_new_tokens=min(room, self.keys.max_tokens_per_turn or room))
             try:
-                so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.tokens, environment_tokens)
+                so_far = joined(TOKEN, trajectory.prompt_tokens, trajectory.response_tokens, environment_tokens)
                 generation = await start.generate(so_far, turn, budget)
             except OutOfTime:
                 return "time"
@@ -289,11 +292,8 @@ class MultiTurn:
         """Return the prompt with the environment's first words behind its own messages."""
         if not opening.messages:
             return prompt.tokens
-        messages = prompt.messages
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
         with _template_errors():
-            tokens, _ = self.tokenizer.encode_prompt([*messages, *opening.messages], self.data.apply_chat_template)
+            tokens, _ = self.tokenizer.encode_prompt([*prompt.chat, *opening.messages], self.data.apply_chat_template)
         if len(tokens) > self.data.max_prompt_length:
             raise EnvironmentFailure(
                 f"exception: the prompt with the first observation has {len(tokens)} tokens, "

@@ -51,7 +51,8 @@ class StepDistributor:
         self._experts = ExpertCut.make(config, spec, routed_layers, layout)
         self._layout = layout
         self._cutter = Cutter(config, layout, spec)
-        self._credit = load_credit(config.actor_rollout_ref.rollout.agent.credit)
+        credit = config.actor_rollout_ref.rollout.agent.credit
+        self._credit = load_credit(credit) if credit else None
 
     @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:

@@ -81,7 +81,8 @@ class _BuiltInLoss:
             batch.segment_ids,
             batch.num_segments,
             self.max_response_length,
-            trajectories=batch.trajectories,
+            num_elsewhere=batch.num_elsewhere,
+            stands=batch.stands,
         )
         return TokenBatch(
             weights=weights,

@@ -44,6 +44,7 @@ def sentences(*overrides):
         (*ON, f"{KEY}.port=30000", f"{ROLLOUT}.server_urls=[http://far.example:30000]"),
         (*ON, f"{KEY}.timeout_s=7140.0", f"{KEY}.max_tokens_per_turn=2047"),
         (*ON, f"{ROLLOUT}.deterministic=true"),
+        (*COMMAND, f"{KEY}.sandbox=true", "reward.judge.url=http://127.0.0.1:1/v1", "reward.judge.model=m"),
         (f"{KEY}.function=own_agents:play", f"{KEY}.max_turns=3", f"{KEY}.enable=false"),
     ],
 )
@@ -77,6 +78,7 @@ def test_what_fits_together_is_taken(overrides):
             (*ON, f"{KEY}.port=29999", f"{KEY}.num_gateways=2", f"{ROLLOUT}.server_urls=[http://localhost:30000]"),
             ["port 29999", "port 30000", "http://localhost:30000", "choose another port"],
         ),
+        ((*ON, f"{KEY}.port=8100", f"{ROLLOUT}.server_urls=[http://localhost:99999]"), ["http://localhost:99999"]),
         ((*ON, f"{KEY}.timeout_s=7141.0"), ["timeout_s and end_timeout_s are together 7201", "step_timeout_s 7200"]),
         ((*ON, f"{KEY}.max_tokens_per_turn=2048"), ["is 2048", "below data.max_response_length 2048"]),
         ((*ON, "algorithm.adv_estimator=gae"), ["adv_estimator is gae", "choose one of grpo, rloo"]),

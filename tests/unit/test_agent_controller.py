@@ -208,7 +208,7 @@ def test_a_failed_agent_leaves_a_complete_group(folder, monkeypatch):
     async def agent(task, model):
         (answer,) = await model.ask(first_tokens(task))
         if (task.prompt, task.number) == ("p2", 1):
-            raise ValueError("scripted")
+            raise ValueError("scripted \udcff")  # half a character, as in the name of a file
         return Outcome(reward=float(task.number))
 
     async def scenario(controller, servers, made):
@@ -218,7 +218,7 @@ def test_a_failed_agent_leaves_a_complete_group(folder, monkeypatch):
 
     batch = run(folder, monkeypatch, agent, scenario, "algorithm.dynamic_sampling.enable=false")
     errors = [sample.reward_error for sample in samples(batch)]
-    assert errors == [None] * 5 + ["agent: exception: ValueError: scripted"] + [None] * 2
+    assert errors == [None] * 5 + ["agent: exception: ValueError: scripted \udcff"] + [None] * 2
     assert batch.metrics["rollout/num_env_failures"] == 1 and batch.metrics["agent/num_restarts"] == 1
 
 
@@ -276,6 +276,41 @@ def test_a_stop_keeps_finished_trajectories_and_the_others_begin_anew(folder, mo
     assert [sample.raw_reward for sample in samples(batch)] == [0.0, 1.0] * 4
 
 
+def test_a_stop_keeps_the_finished_trajectories_ahead_of_the_trainer_with_all_branches(folder, monkeypatch):
+    async def agent(task, model):
+        await model.ask(first_tokens(task))
+        await model.ask([*first_tokens(task), WORDS.index("p9")])
+        if task.number == 1 and task.prompt not in finished:
+            await asyncio.sleep(600)
+        return Outcome(reward=float(task.number))
+
+    async def stopped(controller, servers, made):
+        await controller.next_batch(1, 1)
+        pool = made.pools[0]
+        await until(lambda: pool.num_ended == 8 + 12 and len(pool.tasks) == 32)
+        monkeypatch.setattr("megatron_dapo.rollout.filling._ABORT_S", 0.05)
+        await controller.halt()
+        assert made.gateways[0].num_open == 0 and pool.num_ended == 32
+        account(controller)
+        return to_bytes(controller.state_dict())
+
+    async def resumed(controller, servers, made):
+        controller.load_state_dict(from_bytes(state))
+        batch = await controller.next_batch(2, 1)
+        account(controller)
+        return batch, [(task.prompt, task.number) for task in made.pools[0].tasks]
+
+    keys = [f"{AGENT}.max_open=24", "actor_rollout_ref.rollout.max_staleness=2"]
+    keys += ["algorithm.rollout_correction.rollout_is=token"]
+    finished = {f"p{number}" for number in range(4)}
+    state = run(folder, monkeypatch, agent, stopped, *keys)
+    finished |= {f"p{number}" for number in range(40)}
+    batch, tasks = run(folder, monkeypatch, agent, resumed, *keys)
+    assert prompt_numbers(batch) == [4, 5, 6, 7] and tasks[:12] == [(f"p{number}", 1) for number in range(4, 16)]
+    for sample in samples(batch):
+        assert [len(branch.response_tokens) for branch in sample.branches] == [2, 2] and sample.num_turns == 2
+
+
 def test_servers_without_the_weights_cost_the_unfinished_trajectories_only(folder, monkeypatch):
     gate = asyncio.Event()
 
@@ -299,6 +334,7 @@ def test_servers_without_the_weights_cost_the_unfinished_trajectories_only(folde
         return batch, [task.number for task in pool.tasks[8:]]
 
     batch, again = run(folder, monkeypatch, agent, scenario)
+    assert batch.metrics["agent/num_tokens_lost"] == 4 * 2 and batch.metrics["agent/num_restarts"] == 0
     assert again == [1] * 4 and [sample.num_turns for sample in samples(batch)] == [1, 2] * 4
 
 

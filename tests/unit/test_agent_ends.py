@@ -11,6 +11,7 @@ from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.turns import TurnRefused
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.servers.client import Generation
+from megatron_dapo.servers.server_error import ServerError
 from tests.scripted_agents import MAX_RESPONSE, Played, Rewards, Servers, two_turns
 from tests.synthetic import synthetic_groups
 
@@ -86,6 +87,20 @@ def test_the_clock_stands_still_while_one_of_several_requests_waits():
 
     played = Played(agent, servers=OneFast(lambda tokens, params: slow()), timeout_s=0.5)
     assert (played.sample.finish_reason, played.sample.num_turns) == ("stop", 2)
+
+
+def test_a_failed_request_costs_no_time():
+    async def failing(tokens):
+        if len(played) == 1:
+            played.append("again")
+            await asyncio.sleep(0.35)
+            raise ServerError("url", "/generate", 500, "scripted")
+        await asyncio.sleep(0.12)
+        return (10, 11)
+
+    played = ["first"]
+    sample = Played(two_turns, lambda tokens, params: failing(tokens), timeout_s=0.5).sample
+    assert (sample.finish_reason, sample.num_turns) == ("stop", 2)
 
 
 def test_time_at_a_server_counts():

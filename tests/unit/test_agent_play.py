@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ import pytest
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.turns import COUNTS
 from megatron_dapo.common.places import Places
+from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rollout.agent_metrics import AgentMetrics
 from megatron_dapo.servers.client import Generation
-from tests.scripted_agents import Played, Servers, two_turns
+from tests.scripted_agents import Played, Rewards, Servers, two_turns
 
 pytestmark = pytest.mark.unit
 
@@ -70,6 +72,48 @@ def test_a_posted_reward_counts_unless_the_agent_returns_one():
     assert (played.metrics["agent/steps"], played.metrics["agent/files"]) == (3.0, 1.0)
 
 
+@pytest.mark.parametrize("is_posted", [False, True])
+def test_without_a_reward_the_function_scores_the_agents_own_answer(is_posted):
+    async def agent(task, model):
+        await model.ask([1])
+        said = Outcome(answer="a patch")
+        model.session.posted = said if is_posted else Outcome(answer="an earlier one")
+        return Outcome() if is_posted else said
+
+    played = Played(agent)
+    assert played.rewards.texts == ["a patch"] and played.sample.raw_reward == 0.25
+
+
+def test_a_reward_by_any_way_comes_before_an_answer():
+    async def agent(task, model):
+        await model.ask([1])
+        model.session.posted = Outcome(reward=0.5)
+        return Outcome(answer="a patch")
+
+    played = Played(agent)
+    assert played.rewards.texts == [] and played.sample.raw_reward == 0.5
+
+
+def test_a_function_of_groups_scores_own_answers_also_those_from_before_a_stop():
+    async def agent(task, model):
+        await model.ask([1])
+        return Outcome(answer=f"patch {task.number}")
+
+    seen = []
+
+    class OfGroups(Rewards):
+        scores_groups = True
+
+        async def score_group(self, source, texts, *_):
+            seen.append(list(texts))
+            return [RewardResult(0.25, False) for _ in texts]
+
+    played = Played(agent, n=3, max_open=1, rewards=OfGroups())  # fewer places than responses
+    played.drawn = replace(played.drawn, samples=played.group.samples[:1])
+    asyncio.run(played.play())
+    assert seen == [["patch 0", "patch 1", "patch 2"]] * 2
+
+
 def test_a_turn_goes_to_the_server_of_its_branch_and_a_new_one_to_the_last():
     async def agent(task, model):
         (first,) = await model.ask([1])
@@ -83,7 +127,7 @@ def test_a_turn_goes_to_the_server_of_its_branch_and_a_new_one_to_the_last():
         return Generation((10,), (-0.5,), "stop", (1,), servers=(url,))
 
     played = Played(agent, answer)
-    assert played.servers.preferred == [None, "a", "a", "a"] and played.sample.servers == ("b", "a")
+    assert played.servers.preferred == [None, "a", "a", "a"] and played.sample.servers == ("a", "b")
 
 
 def test_choices_have_seeds_of_their_own_and_branches():
@@ -189,9 +233,9 @@ def test_places_count_those_who_wait():
 
 def test_metrics_of_agents_are_numbers_with_plain_names_and_few():
     metrics = AgentMetrics()
-    wild = {"ok": 1, "nan": float("nan"), "": 1.0, "a b": 1.0, "x" * 49: 1.0, "text": "1", "tool_s": 9.0, "é": 1.0}
-    metrics.add(1.0, {**wild, "is_good": True})
-    metrics.add(3.0, {"ok": 3.0, "huge": 2**2000} | {f"n{number}": 1.0 for number in range(1000)})
+    wild = {"ok": 1, "nan": float("nan"), "": 1.0, "a b": 1.0, "x" * 49: 1.0, "text": "1", "é": 1.0}
+    metrics.add({}, {**wild, "is_good": True, "tool_s": 1.0})
+    metrics.add({}, {"ok": 3.0, "huge": 2**2000} | {f"n{number}": 1.0 for number in range(1000)} | {"tool_s": 3.0})
     taken = metrics.take()
     assert (taken["agent/ok"], taken["agent/tool_s"], taken["agent/is_good"]) == (2.0, 2.0, 1.0)
     own = {name for name in taken if not name.startswith("agent/num_")}
@@ -201,7 +245,7 @@ def test_metrics_of_agents_are_numbers_with_plain_names_and_few():
 
 def test_each_count_of_a_gateway_has_a_metric():
     metrics = AgentMetrics()
-    metrics.count(dict.fromkeys(COUNTS, 3))
+    metrics.add(dict.fromkeys(COUNTS, 3))
     assert {f"agent/num_{name}": 3 for name in COUNTS}.items() <= metrics.take().items()
 
 

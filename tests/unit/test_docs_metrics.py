@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.rollout.agent_metrics import AgentMetrics
+
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +27,11 @@ MADE_FROM_PARTS = {
 
 
 def reported() -> set[str]:
-    """Names as they stand in the code."""
+    """Names as they stand in the code, and those of agents, as they are taken."""
     files = (ROOT / "megatron_dapo").rglob("*.py")
-    return {
+    agents = AgentMetrics()
+    agents.add({}, {"tool_s": 1.0})
+    return {*agents.take()} | {
         name for file in files for name in re.findall(rf'"((?:{SECTIONS})(?:/\w+)+|exp_mask_ratio)"', file.read_text())
     }
 

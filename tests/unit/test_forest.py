@@ -76,7 +76,7 @@ def test_an_answer_asked_for_again_is_left_out_unless_the_agent_went_on_from_it(
     add(forest, used, [5], generation(21), 2)
     last = add(forest, None, [1], generation(30), 3)
     kept, left_out = forest.kept([dropped, used, 2, last])
-    assert kept == [used, 2, last] and left_out == {"undelivered": 0, "twins": 3}
+    assert kept == [used, 2, last] and left_out == {"tokens_undelivered": 0, "tokens_twins": 3}
     assert rows(forest) == [([1], [20, 5, 21], [1, 0, 1]), ([1], [30], [1])]
 
 
@@ -86,15 +86,15 @@ def test_an_undelivered_answer_is_left_out_unless_one_stands_behind_it():
     cut = add(forest, None, [2], generation(20), 1)
     behind = add(forest, cut, [3], generation(21), 2)
     kept, left_out = forest.kept([behind])
-    assert kept == [cut, behind] and left_out == {"undelivered": 2, "twins": 0}
-    assert forest.kept([]) == ([], {"undelivered": 4, "twins": 0}) and forest.branches([]) == []
+    assert kept == [cut, behind] and left_out == {"tokens_undelivered": 2, "tokens_twins": 0}
+    assert forest.kept([]) == ([], {"tokens_undelivered": 4, "tokens_twins": 0}) and forest.branches([]) == []
 
 
 def test_an_undelivered_repetition_does_not_push_out_the_delivered_answer():
     forest = Forest(1)
     first = add(forest, None, [1], generation(10), 0)
     add(forest, None, [1], generation(20), 1)
-    assert forest.kept([first]) == ([first], {"undelivered": 1, "twins": 0})
+    assert forest.kept([first]) == ([first], {"tokens_undelivered": 1, "tokens_twins": 0})
 
 
 def test_a_branch_has_the_experts_of_its_own_path():

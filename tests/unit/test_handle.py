@@ -256,6 +256,22 @@ def test_a_stop_logs_what_had_failed_before_and_that_a_controller_does_not_answe
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == line
 
 
+@pytest.mark.parametrize("has_agents", [False, True])
+def test_a_controller_may_wait_for_the_ends_of_its_agents(folder, has_agents):
+    """An agent has 10 s for its `finally`, and a command 20 s more until it is killed."""
+    limits = []
+
+    class Ending(StandIn):
+        is_alive = staticmethod(lambda: False)
+        join = staticmethod(limits.append)
+
+    agent = "actor_rollout_ref.rollout.agent"
+    keys = [f"{agent}.enable=true", f"{agent}.function=a:b"] if has_agents else []
+    near, _ = multiprocessing.Pipe()
+    RolloutHandle(make_config(folder, ["http://a:1"], *keys), Ending(), near, folder / "controller.log").close()
+    assert limits == [40.0 if has_agents else 10.0]
+
+
 @pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(3)"])
 def test_the_controller_ends_with_its_trainer(folder, ending):
     """Killed, or ended without close(): neither leaves a child, nor hangs."""

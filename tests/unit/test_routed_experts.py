@@ -114,7 +114,7 @@ def test_turns_are_joined_and_each_request_asks_for_what_is_not_known_yet(tokeni
     trajectory = play(tokenizer, Turn(says("5"), says("", done=True)), generate)
     num_prompt = len(trajectory.prompt_tokens)
     assert starts == [0, num_prompt + len(turns[0]) - 1]
-    places = np.arange(num_prompt + len(trajectory.tokens) - 1)
+    places = np.arange(num_prompt + len(trajectory.response_tokens) - 1)
     assert trajectory.routed_experts.tolist() == np.repeat(places, SHAPE.per_token).tolist()
 
 
@@ -132,7 +132,7 @@ def test_a_response_that_goes_on_after_a_stop_gets_the_experts_of_all_of_it():
     start = TrajectoryStart(Prompt(0, "", (1, 2), "", "", ""), SamplingParams(8), generate, begun=begun.partial())
     trajectory = asyncio.run(single_turn(start))
     assert asked == [0]
-    assert trajectory.tokens.tolist() == [3, 4, 5] and len(trajectory.routed_experts) == 4 * 4
+    assert trajectory.response_tokens.tolist() == [3, 4, 5] and len(trajectory.routed_experts) == 4 * 4
 
 
 def group() -> Group:

@@ -65,7 +65,7 @@ def group(*samples: Sample, uid: str = "g") -> Group:
 
 @pytest.fixture
 def three_rows() -> Group:
-    return group(trajectory(1.0, [[1, 0, 1], [0, 0, 1, 1], [1]]), trajectory(0.0, [[1, 1]]))
+    return group(trajectory(1.0, [[1, 0, 1], [0, 0, 1, 1], [1]], own_answer="a patch"), trajectory(0.0, [[1, 1]]))
 
 
 def advantages_of(rows: list[TrainSample]) -> list[float]:
@@ -216,7 +216,7 @@ def test_the_rows_of_a_trajectory_share_their_mini_batch(three_rows):
 def weighed(mode: str, rows: list[TrainSample], packed: bool = True):
     batch = collate(rows, packed=packed, pad_multiple=4)
     segments = (batch.loss_mask, batch.segment_ids, batch.num_segments, LONGEST, torch.float64)
-    return token_weights(mode, *segments, trajectories=batch.trajectories)
+    return token_weights(mode, *segments, num_elsewhere=batch.num_elsewhere, stands=batch.stands)
 
 
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=5)
@@ -278,7 +278,9 @@ def test_weights_of_ordinary_responses_are_the_same_to_the_bit(mode):
     batch = collate(assemble(synthetic_groups(67)), pad_multiple=4)
     plain = (mode, batch.loss_mask, batch.segment_ids, batch.num_segments, 24)
     for ours, expected in zip(
-        token_weights(*plain, trajectories=batch.trajectories), token_weights(*plain), strict=True
+        token_weights(*plain, num_elsewhere=batch.num_elsewhere, stands=batch.stands),
+        token_weights(*plain),
+        strict=True,
     ):
         assert torch.equal(ours, expected) and ours.dtype == expected.dtype
 
@@ -314,7 +316,7 @@ def test_credit_multiplies_the_advantages_of_branches_and_leaves_the_count(three
 
 
 def test_without_a_function_all_branches_have_the_whole_advantage(three_rows):
-    assert advantages_of(assemble([three_rows], credit=load_credit(None))) == [0.7071] * 3 + [-0.7071]
+    assert advantages_of(assemble([three_rows], credit=None)) == [0.7071] * 3 + [-0.7071]
 
 
 @pytest.mark.parametrize(

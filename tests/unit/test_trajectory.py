@@ -112,13 +112,13 @@ def test_the_server_is_sent_the_very_tokens_it_wrote(tokenizer):
     between = ids(tokenizer, "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
     prompt = ids(tokenizer, "<|im_start|>user\nWhat is 2+3?<|im_end|>\n<|im_start|>assistant\n")
     assert model.sent == [prompt, prompt + first + between]
-    assert tuple(trajectory.tokens) == first + between + second
+    assert tuple(trajectory.response_tokens) == first + between + second
     assert environment.seen == ["The answer", "is 5."]
 
     assert trajectory.loss_mask.tolist() == [1] * len(first) + [0] * len(between) + [1] * len(second)
     scores = [[-0.1 * (i + 1) for i in range(len(turn))] for turn in (first, second)]
-    assert trajectory.log_probs.tolist() == pytest.approx(scores[0] + [0.0] * len(between) + scores[1])
-    assert trajectory.weight_versions.tolist() == [7] * len(trajectory.tokens)
+    assert trajectory.rollout_log_probs.tolist() == pytest.approx(scores[0] + [0.0] * len(between) + scores[1])
+    assert trajectory.weight_versions.tolist() == [7] * len(trajectory.response_tokens)
     assert (trajectory.num_turns, trajectory.finish_reason) == (2, "stop")
     assert trajectory.verdict == RewardResult(1.0, True)
     (task,) = environment.tasks
@@ -141,14 +141,14 @@ def test_what_stands_between_turns_is_what_the_template_puts_there(tokenizer):
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, second))
     chat = [*MESSAGES, {"role": "assistant", "content": "The answer"}, {"role": "tool", "content": "5"}]
     whole = tokenizer.encode_prompt(chat, True)[0] + second
-    assert trajectory.prompt_tokens + tuple(trajectory.tokens) == whole
+    assert trajectory.prompt_tokens + tuple(trajectory.response_tokens) == whole
 
 
 def test_whatever_an_environment_says_is_words(tokenizer):
     """Also the stand-in for the model's words during questions to the template."""
     trajectory = play(tokenizer, Turn(says("assistant-words"), Observation(done=True)), Model(TALK, TALK))
     between = ids(tokenizer, "\n<|im_start|>tool\nassistant-words<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens.tolist() == [*TALK, *between, *TALK]
+    assert trajectory.response_tokens.tolist() == [*TALK, *between, *TALK]
 
 
 def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
@@ -159,14 +159,14 @@ def test_a_turn_without_its_end_token_gets_it_from_the_environment(tokenizer):
     )
     cut = first[:-1]
     between = ids(tokenizer, "<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens[: len(cut) + len(between)].tolist() == [*cut, *between]
+    assert trajectory.response_tokens[: len(cut) + len(between)].tolist() == [*cut, *between]
     assert trajectory.loss_mask[: len(cut) + len(between)].tolist() == [1] * len(cut) + [0] * len(between)
 
 
 def test_without_a_chat_template_the_contents_alone_stand_between(tokenizer):
     trajectory = play(tokenizer, Turn(says("=5;"), Observation(done=True)), Model((50, END), (51, END)), chat=False)
     between = ids(tokenizer, "=5;")
-    assert trajectory.tokens.tolist() == [50, END, *between, 51, END]
+    assert trajectory.response_tokens.tolist() == [50, END, *between, 51, END]
     assert trajectory.loss_mask.tolist() == [1, 1, *[0] * len(between), 1, 1]
 
 
@@ -176,10 +176,10 @@ def test_an_opening_observation_joins_the_prompt(tokenizer):
     trajectory = play(tokenizer, Turn(Observation(done=True), opening=opening), model)
     expected = tokenizer.encode_prompt([*MESSAGES, *opening.messages], True)[0]
     assert trajectory.prompt_tokens == expected == model.sent[0]
-    assert trajectory.tokens.tolist() == [50, END]
+    assert trajectory.response_tokens.tolist() == [50, END]
     failed = play(tokenizer, Turn(opening=opening), Model(), max_prompt_length=10)
     assert failed.verdict.error.startswith("environment: exception: the prompt with the first observation has")
-    assert (len(failed.tokens), failed.num_turns, failed.finish_reason) == (0, 0, "environment")
+    assert (len(failed.response_tokens), failed.num_turns, failed.finish_reason) == (0, 0, "environment")
 
 
 TALK = (50, END)
@@ -198,7 +198,7 @@ def test_a_limit_ends_a_trajectory_that_keeps_what_it_earned(tokenizer, limits, 
     model = Model(*[TALK] * 9)
     trajectory = play(tokenizer, Turn(*[says("on", reward=0.25, correct=False)] * 9), model, **limits)
     assert (trajectory.finish_reason, trajectory.num_turns) == (reason, num_turns)
-    assert len(trajectory.tokens) <= limits.get("max_tokens", 200)
+    assert len(trajectory.response_tokens) <= limits.get("max_tokens", 200)
     assert trajectory.loss_mask[-1] == 1  # never ends with words that nobody answers
     earned = 0.0 if limits.get("max_tokens") == 1 else 0.25 * num_turns
     assert (trajectory.verdict.score if trajectory.verdict else 0.0) == earned
@@ -208,7 +208,7 @@ def test_every_turn_may_use_what_the_response_has_left(tokenizer):
     model = Model(TALK, TALK, TALK)
     environment = Turn(says("on"), says("on"), Observation(done=True))
     trajectory = play(tokenizer, environment, model, max_tokens=60)
-    step = (len(trajectory.tokens) - len(TALK)) // 2  # a turn and the words after it
+    step = (len(trajectory.response_tokens) - len(TALK)) // 2  # a turn and the words after it
     assert model.limits == [60, 60 - step, 60 - 2 * step]
     capped = Model(TALK, TALK, TALK)
     play(tokenizer, Turn(says("on"), says("on"), Observation(done=True)), capped, max_tokens=60, max_tokens_per_turn=20)
@@ -218,7 +218,7 @@ def test_every_turn_may_use_what_the_response_has_left(tokenizer):
 def test_time_used_up_at_the_server_ends_the_trajectory_before_that_turn(tokenizer):
     trajectory = play(tokenizer, Turn(says("on")), Model(TALK, OutOfTime()))
     assert (trajectory.finish_reason, trajectory.num_turns) == ("time", 1)
-    assert trajectory.tokens.tolist() == list(TALK)  # without words that nobody answers
+    assert trajectory.response_tokens.tolist() == list(TALK)  # without words that nobody answers
 
 
 def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
@@ -227,7 +227,11 @@ def test_a_failed_environment_costs_what_was_not_earned_yet(tokenizer):
     assert trajectory.verdict == RewardResult(0.5, correct=False, error="environment: timeout")
     assert (trajectory.finish_reason, trajectory.num_turns) == ("environment", 2)
     at_once = play(tokenizer, Turn(opening=EnvironmentFailure("crash")), Model())
-    assert (at_once.verdict.score, at_once.verdict.error, len(at_once.tokens)) == (0.0, "environment: crash", 0)
+    assert (at_once.verdict.score, at_once.verdict.error, len(at_once.response_tokens)) == (
+        0.0,
+        "environment: crash",
+        0,
+    )
 
 
 def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tokenizer):
@@ -243,7 +247,7 @@ def test_a_turn_without_a_word_on_correctness_does_not_overrule_the_last_one(tok
 def test_an_environment_that_is_over_before_it_begins_is_not_played(tokenizer):
     model = Model()
     trajectory = play(tokenizer, Turn(opening=Observation(done=True, reward=1.0)), model)
-    assert (model.sent, len(trajectory.tokens), trajectory.finish_reason) == ([], 0, "stop")
+    assert (model.sent, len(trajectory.response_tokens), trajectory.finish_reason) == ([], 0, "stop")
     assert trajectory.verdict == RewardResult(1.0, True)
 
 
@@ -276,13 +280,15 @@ def test_whatever_is_said_the_requests_grow_and_masks_count_what_was_written(tok
     for sent, following, own in zip(model.sent, model.sent[1:], written, strict=False):
         assert following[: len(sent) + len(own)] == (*sent, *own)
     assert trajectory.prompt_tokens == model.sent[0]
-    assert (*trajectory.prompt_tokens, *trajectory.tokens) == (*model.sent[-1], *written[-1])
-    mask = [0] * len(trajectory.tokens)
+    assert (*trajectory.prompt_tokens, *trajectory.response_tokens) == (*model.sent[-1], *written[-1])
+    mask = [0] * len(trajectory.response_tokens)
     for sent, own in zip(model.sent, written, strict=True):
         start = len(sent) - len(trajectory.prompt_tokens)
         mask[start : start + len(own)] = [1] * len(own)
     assert trajectory.loss_mask.tolist() == mask
-    assert [score for score, own in zip(trajectory.log_probs, mask, strict=True) if not own] == [0.0] * mask.count(0)
+    assert [score for score, own in zip(trajectory.rollout_log_probs, mask, strict=True) if not own] == [
+        0.0
+    ] * mask.count(0)
     assert len(trajectory.weight_versions) == len(mask) <= limits["max_tokens"]
     assert trajectory.num_turns == len(written) <= limits["max_turns"]
 
@@ -299,7 +305,7 @@ def test_a_template_that_rewrites_earlier_turns_does_not_touch_what_was_written(
     first = (*ids(tokenizer, "<think>2+3</think>The answer"), END)
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(first, TALK))
     between = ids(tokenizer, "\n<|im_start|>user\n5<|im_end|>\n<|im_start|>assistant\n")
-    assert trajectory.tokens.tolist() == [*first, *between, *TALK]
+    assert trajectory.response_tokens.tolist() == [*first, *between, *TALK]
 
 
 def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_path):
@@ -308,11 +314,11 @@ def test_an_end_token_that_the_template_sets_off_by_a_space_is_not_doubled(tmp_p
     tokenizer = load_tokenizer(write_byte_level(tmp_path, template=template))
     words = "\n<|im_start|>tool\n5 <|im_end|>\n<|im_start|>assistant\n"
     trajectory = play(tokenizer, Turn(says("5"), Observation(done=True)), Model(TALK, TALK))
-    assert trajectory.tokens.tolist() == [*TALK, *ids(tokenizer, words), *TALK]
+    assert trajectory.response_tokens.tolist() == [*TALK, *ids(tokenizer, words), *TALK]
     # stands behind the end token, too: more than white space comes before it
     newline = ids(tokenizer, "\n")
     cut = play(tokenizer, Turn(says("5"), Observation(done=True)), Model((50, *newline), TALK))
-    assert cut.tokens.tolist() == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
+    assert cut.response_tokens.tolist() == [50, *newline, *ids(tokenizer, f" <|im_end|>{words}"), *TALK]
 
 
 def test_a_template_that_hides_earlier_turns_is_told(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.rollout.answer_records import answer_line
+from megatron_dapo.rollout.answer_records import line_of
 
 _MAX_BYTES = 8 << 30  # of a file: all answers are held in memory
 _MAX_SHOWN = 40  # characters of a wrong value
@@ -44,7 +44,7 @@ class AnswerFile:
             self._file = self.path.open("ab", buffering=0)
         size = self._file.seek(0, os.SEEK_END)
         try:
-            rest = answer_line(record)
+            rest = line_of(record)
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
@@ -75,7 +75,7 @@ class AnswerFile:
             self._file = None
 
     def _write(self) -> None:
-        write_whole(self.path, b"".join(map(answer_line, self.records)))
+        write_whole(self.path, b"".join(map(line_of, self.records)))
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
