@@ -54,12 +54,12 @@ class History:
 
 
 def processes(mark: str) -> list[str]:
-    found = []
+    commands = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if process.environ().get(MARK) == mark:
-                found.append(command(process))
-    return [*filter(None, found)]
+                commands.append(command(process))
+    return [*filter(None, commands)]
 
 
 @pytest.fixture(scope="module")
