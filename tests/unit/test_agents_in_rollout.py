@@ -14,7 +14,7 @@ from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.rewards.shaping import shape
 from megatron_dapo.rollout.agent_play import AgentPlay
 from megatron_dapo.rollout.sampling import Sampler
-from tests.fake_rollout import WORDS, WritingServer
+from tests.fake_rollout import WORDS, WritingServer, until
 from tests.scripted_agents import agents_of
 from tests.unit.test_moves import names
 from tests.unit.test_pushes_in_flight import AllRight, Words, check_labels, draw, rollout, sample
@@ -84,3 +84,25 @@ def test_an_answer_is_punished_for_its_longest_branch_wherever_that_stands():
     assert [one.num_response_tokens for one in samples] == [25, 25, 5]
     assert [one.reward for one in samples] == [1.0 - 15 / 20] * 2 + [1.0]
     assert [one.raw_reward for one in samples] == [1.0] * 3
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_lost_server_costs_no_turn_and_no_agent_begins_anew(num_before):
+    """It is lost in the first or in the second turn; the other server reads all tokens before it."""
+
+    async def scenario():
+        servers = [WritingServer(lambda: 20), WritingServer(lambda: 20)]
+        async with rollout(*servers) as (pool, _):
+            sampler = sampler_of(two_turns, pool)
+            running = sample(sampler, draw(0, version=1), n=1)
+            lost, other = servers
+            await until(lambda: len(lost.requests) == num_before + 1)
+            await until(lambda: bool(lost.num_written[lost.requests[-1]["rid"]]))
+            await lost.stop()
+            (one,) = (await running).samples
+        assert len(other.requests) == 2 - num_before and one.num_turns == 2
+        assert one.loss_mask.tolist() == [1] * 20 + [0] + [1] * 20 and one.reward_error is None
+        assert other.requests[0]["input_ids"] == lost.requests[-1]["input_ids"]
+        assert one.servers == ((lost.url, other.url) if num_before else (other.url,))
+
+    asyncio.run(scenario())
