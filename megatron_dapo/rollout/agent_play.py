@@ -212,7 +212,9 @@ class AgentPlay:
             if failure is not None:
                 raise failure
             if not kept:
-                raise AgentFailure("crash: it ended without having read an answer of the model")
+                refused = session.notes.refusal
+                why = f"; its last request was refused: {refused}" if refused else ""
+                raise AgentFailure(f"crash: it ended without having read an answer of the model{why}")
             if outcome is None:
                 trajectory.finish_reason = "turns"  # it went on asking
         said = [each for each in (outcome, session.posted) if each is not None]  # the first word counts

@@ -45,6 +45,10 @@ class Moment:
     def __str__(self) -> str:
         return f"{self.signal.name} at {'/'.join(self.events)} {self.number}"
 
+    def act(self, trainer: int) -> None:
+        """Send the signal."""
+        os.kill(trainer, self.signal)
+
 
 def random_moments(number: int, seed: int, longest: int) -> list[Moment]:
     """Ordered stops and kills in equal numbers, mixed. Some kills are in the middle of a push, each
@@ -147,7 +151,7 @@ class Lives:
         before = self._newest_checkpoint()
         self.run.log("checkpoints").unlink(missing_ok=True)
         process = self._start(overrides)
-        self._events.begin(moment, lambda: os.kill(process.pid, moment.signal if moment else 0))
+        self._events.begin(moment, lambda: moment.act(process.pid) if moment else None)
         try:
             code = process.wait(LIFE_S)
             wait_for_session(process.pid)

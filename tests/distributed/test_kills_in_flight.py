@@ -30,7 +30,7 @@ ZERO, EQUALS = (len(SPECIAL_TOKENS) + CHARACTERS.index(character) for character 
 Tokens = tuple[int, ...]
 
 
-def make_config(folder: Path, urls: list[str]) -> Config:
+def make_config(folder: Path, urls: list[str], *overrides: str) -> Config:
     """More slots than possible requests, so that everything allowed is asked for. A checkpoint
     after each step."""
     make_tiny(folder / "model", "qwen2", layers=2)
@@ -65,6 +65,7 @@ def make_config(folder: Path, urls: list[str]) -> Config:
             "trainer.dump_batches=true",
             "trainer.logger=[jsonl]",
             f"trainer.run_dir={folder}/run",
+            *overrides,
         ],
     )
 

@@ -1,7 +1,7 @@
 """Ends of agents with scripted gateways and servers: clocks, limits, failures, restarts."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -190,6 +190,12 @@ async def asks_nothing(task, model):
     return Outcome(reward=1.0)
 
 
+async def hides_a_refusal(task, model):
+    with suppress(TurnRefused):
+        model.refuse(404, "model_not_found")
+    return Outcome(reward=1.0)
+
+
 async def loses_its_gateway(task, model):
     await model.ask([1])
     model.session.lost.set()
@@ -206,6 +212,11 @@ async def dies(task, model):
     [
         (raises, "agent: exception: ValueError: scripted"),
         (asks_nothing, "agent: crash: it ended without having read an answer of the model"),
+        (
+            hides_a_refusal,
+            "agent: crash: it ended without having read an answer of the model; its last request was refused: "
+            "model_not_found",
+        ),
         (loses_its_gateway, "agent: crash: its gateway has ended"),
         (dies, "agent: crash: scripted"),
     ],

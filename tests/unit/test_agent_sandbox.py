@@ -58,6 +58,12 @@ def test_a_command_has_its_files_and_its_exit_code():
     )
 
 
+def test_of_a_large_output_the_beginning_and_the_end_are_kept(monkeypatch):
+    monkeypatch.setattr(command_process, "_PAUSE_S", 0.0)
+    ended = in_sandbox(["sh", "-c", "echo begin; head -c 300M /dev/zero; echo end"])
+    assert len(ended.output) < 70_000 and ended.output.startswith("begin") and ended.output.endswith("end\n")
+
+
 # each prints "harm" on success
 MALICIOUS = {
     "forks": "for n in range(99):\n  if os.fork() == 0: time.sleep(60)\nprint('harm')",
