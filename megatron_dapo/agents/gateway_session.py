@@ -263,7 +263,7 @@ def key_closed() -> TurnRefused:
 
 def _placed(request: ModelRequest, limits: Limits, conversations: Conversations) -> TurnPlace:
     if request.ids is not None:
-        return conversations.place_tokens(request.ids, request.num_choices)
+        return conversations.place_tokens(request.ids)
     most = limits.max_prompt_tokens + limits.max_response_tokens
     if len(request.messages) > most:  # no template shows a message without a token
         words = f"This model's maximum context length is {most} tokens, fewer than there are messages."
