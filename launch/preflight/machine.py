@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron_dapo.agents.command_process import check_sandbox
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div, format_bytes
 from megatron_dapo.config.built_ins import BY_DATA_SOURCE
@@ -165,10 +166,13 @@ def runs_programs(config: Config) -> bool:
 
 def sandbox(config: Config) -> Result:
     """Check that the programs of a model, or agents, can be locked in."""
+    is_of_agents = config.actor_rollout_ref.rollout.agent.sandbox
     try:
+        if is_of_agents:
+            check_sandbox()
         return Result(find_way().name)
     except UserError as error:
-        allowed = config.reward.allow_unsandboxed and not config.actor_rollout_ref.rollout.agent.sandbox
+        allowed = config.reward.allow_unsandboxed and not is_of_agents
         return Result("none, as reward.allow_unsandboxed says", None if allowed else error.sentences[0])
 
 

@@ -419,6 +419,17 @@ def test_a_missing_sandbox_is_a_problem_unless_programs_may_run_without_one(monk
     assert machine.sandbox(load_config(None, keys)) == machine.Result("a user namespace")
 
 
+def test_a_sandbox_for_programs_of_a_reward_is_not_enough_for_agents(monkeypatch):
+    def check_sandbox():
+        raise UserError("a command's sandbox (rollout.agent.sandbox) cannot be made here.")
+
+    monkeypatch.setattr(machine, "find_way", lambda: SimpleNamespace(name="a user namespace"))
+    monkeypatch.setattr(machine, "check_sandbox", check_sandbox)
+    agent = [f"actor_rollout_ref.rollout.agent.{words}" for words in ("enable=true", "command=[sh]", "sandbox=true")]
+    result = machine.sandbox(load_config(None, [*agent, "reward.allow_unsandboxed=true"]))
+    assert "rollout.agent.sandbox" in result.problem
+
+
 @pytest.mark.parametrize(
     ("sources", "keys", "runs"),
     [
