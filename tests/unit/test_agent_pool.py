@@ -11,7 +11,7 @@ from megatron_dapo.agents import command_process
 from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.agents.outcomes import outcome_of
 from megatron_dapo.common.errors import UserError
-from tests.agents import endpoint, failure, in_pool, running_pool, task
+from tests.agent_pools import endpoint, failure, in_pool, running_pool, task
 
 pytestmark = pytest.mark.unit
 

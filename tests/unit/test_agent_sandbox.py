@@ -19,7 +19,7 @@ from megatron_dapo.agents.command_agent import CommandAgent
 from megatron_dapo.agents.command_process import run_in_sandbox
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.errors import UserError
-from tests.agents import KEY, REWARD_KEY, endpoint, failure, gateway, running_pool, task
+from tests.agent_pools import KEY, REWARD_KEY, endpoint, failure, gateway, running_pool, task
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from megatron_dapo.agents import command_process
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.errors import UserError
 from tests.agent_gateway import LIMITS, ScriptedModel, bench
-from tests.agents import running_pool, task
+from tests.agent_pools import running_pool, task
 
 pytestmark = pytest.mark.unit
 

@@ -19,7 +19,7 @@ import pytest
 from megatron_dapo.agents import command_process
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.errors import UserError
-from tests.agents import KEY, REWARD_KEY, endpoint, failure, in_pool, task
+from tests.agent_pools import KEY, REWARD_KEY, endpoint, failure, in_pool, task
 
 pytestmark = pytest.mark.unit
 
@@ -246,7 +246,7 @@ def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folde
 
 def test_commands_end_when_the_run_is_killed(folder):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom tests.agents import *\nkeys = {'command': sys.argv[2:]}\n"
+        "import sys\nfrom pathlib import Path\nfrom tests.agent_pools import *\nkeys = {'command': sys.argv[2:]}\n"
         "in_pool(Path(sys.argv[1]), lambda pool: pool.run(task('stubborn'), endpoint(), 60.0), **keys)"
     )
     run = subprocess.Popen([sys.executable, "-c", code, str(folder), *command(folder)])

@@ -102,6 +102,7 @@ _KNOWN: dict[tuple[str, str], type[PickledObject] | torch.dtype] = {
     (_METADATA, "_MEM_FORMAT_ENCODING"): PickledObject,
     ("torch.serialization", "_get_layout"): PickledObject,
     ("pathlib", "PosixPath"): PickledObject,
+    ("builtins", "getattr"): PickledObject,  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
 }
 
 
