@@ -179,13 +179,14 @@ class _Host:
         """End a request in the worker, or else the worker. Raises _LostTogether."""
         reading = self._reading
         assert reading is not None, "the worker is borrowed"
-        try:
-            async with asyncio.timeout(self._cancel_s):
-                with suppress(WorkerLost):
-                    await worker.send({"cancel": number})
-                await asyncio.shield(answer)
-        except TimeoutError:
-            if not reading.cancelling():
-                logger.warning("a worker is blocked by a request past its limit; it is killed")
-                reading.cancel()
-            await answer
+        sending = asyncio.create_task(worker.send({"cancel": number}))
+        # asyncio.timeout in a cancelled task ends it without TimeoutError before Python 3.11.4
+        await asyncio.wait({answer}, timeout=self._cancel_s)
+        sending.cancel()
+        await asyncio.wait({sending})
+        if not sending.cancelled():
+            sending.exception()  # WorkerLost, as the answer says then
+        if not answer.done() and not reading.cancelling():
+            logger.warning("a worker is blocked by a request past its limit; it is killed")
+            reading.cancel()
+        await answer
