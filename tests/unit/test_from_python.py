@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import megatron_dapo
+from checkpoints_tools import hf_to_megatron, megatron_to_hf
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
@@ -165,6 +167,13 @@ def test_metrics_become_a_data_frame_where_pandas_is(tmp_path, monkeypatch):
     assert metrics.to_pandas() == ("step", "by step") and seen == [metrics]
 
 
+def test_a_run_is_read_without_torch():
+    code = (
+        "import sys, megatron_dapo.library.run; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 # ---------------------------------------------------------------------------------- a start
 
 
@@ -241,6 +250,25 @@ def test_mistakes_of_a_conversion_are_its_sentences(monkeypatch, stderr, sentenc
     with pytest.raises(UserError) as error:
         conversion.convert_to_megatron("a", "b")
     assert error.value.sentences == sentences
+
+
+def test_the_conversions_of_the_page_are_commands_of_the_tools(monkeypatch):
+    commands = []
+
+    def run(command: list[str], **options) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(conversion.subprocess, "run", run)
+    exec(block("import convert_to_huggingface"), {})
+    (*_, first), (*_, second) = [command[:3] for command in commands]
+    assert [first, second] == ["checkpoints_tools.hf_to_megatron", "checkpoints_tools.megatron_to_hf"]
+    there, back = (
+        hf_to_megatron.parser().parse_args(commands[0][3:]),
+        megatron_to_hf.parser().parse_args(commands[1][3:]),
+    )
+    assert (there.hf_model, there.output, there.dtype) == ("models/base", "models/base-megatron", "auto")
+    assert (back.checkpoint, back.output, back.dtype) == ("models/base-megatron", "models/base-again", "auto")
 
 
 def test_a_broken_conversion_is_an_error_with_its_last_words(monkeypatch):
