@@ -1,5 +1,4 @@
-"""The public names: `from megatron_dapo import NAME`. docs/api.md describes them, in this order. Any other name may
-change in every version."""
+"""The public names: `from megatron_dapo import NAME`. docs/api.md describes them, in this order."""
 
 SECTIONS: dict[str, dict[str, str]] = {
     "Runs": {

@@ -51,7 +51,7 @@ def _entry(name: str, module: str) -> Iterator[str]:
 def _class_entry(node: ast.ClassDef, lines: Sequence[str]) -> Iterator[str]:
     yield _text(node)
     if fields := [part for part in node.body if isinstance(part, ast.AnnAssign)]:
-        yield "\n".join([f"    {line[4:]}".rstrip() for line in _field_lines(node, lines)]) + "\n"
+        yield _code(*(line[4:] for line in _field_lines(node, lines)))
     functions = [part for part in node.body if isinstance(part, _Function)]
     for function in functions:
         if function.name == "__init__" and not fields:
@@ -75,7 +75,7 @@ def _signature(node: _Function, name: str) -> str:
     """Return a call as a block of code; of a long one every parameter on its own line."""
     if any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list):
         returned = ast.unparse(node.returns) if node.returns else ""
-        return f"    {name}: {returned}\n"
+        return _code(f"{name}: {returned}")
     arguments = node.args
     if arguments.args and arguments.args[0].arg in ("self", "cls"):
         arguments.args.pop(0)
@@ -84,10 +84,14 @@ def _signature(node: _Function, name: str) -> str:
     text = re.sub(r"(?<=[\w\])])=(?=\S)", " = ", ast.unparse(arguments))
     whole = f"{name}({text}){returns}"
     if len(whole) <= _WIDTH:
-        return f"    {whole}\n"
+        return _code(whole)
     # a comma within brackets parts no parameters
     parameters = re.split(r", (?![^\[(]*[\])])", text)
-    return "\n".join([f"    {name}(", *(f"        {each}," for each in parameters), f"    ){returns}", ""])
+    return _code(f"{name}(", *(f"    {each}," for each in parameters), f"){returns}")
+
+
+def _code(*lines: str) -> str:
+    return "\n".join(["```python", *lines, "```", ""])
 
 
 def _text(node: ast.ClassDef | _Function) -> str:
