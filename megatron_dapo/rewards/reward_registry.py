@@ -164,8 +164,8 @@ def score_response(
     ground_truth: str,
     extra_info: dict[str, Any],
 ) -> RewardResult:
-    """Call a function that scores one response in this process; return its verdict. See
-    `score_responses`."""
+    """Call a function (a built-in name or package.module:function) that scores one response in this
+    process; return its verdict. Raises UserError for an unknown one, besides any error of it."""
     [result] = score_responses(function, kwargs, [RewardRequest(data_source, response, ground_truth, extra_info)])
     return result
 
