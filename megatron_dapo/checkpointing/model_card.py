@@ -30,8 +30,9 @@ def model_card(config: dict[str, Any], step: int, records: Sequence[Mapping], ve
     path = config["actor_rollout_ref"]["model"]["path"]
     run, cached = RunFolder.holding(path), _CACHED.fullmatch(path[:4096])
     base = f"{cached[1]}/{cached[2]}" if cached else f"the model of run {run.path.name}" if run else Path(path).name
-    kind = "fine-tuning" if config.get("sft", {}).get("enable") else "reinforcement-learning"
-    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: [megatron_dapo, {kind}]"]
+    kind = "fine-tuning" if config.get("sft", {}).get("enable") else "reinforcement learning"
+    tags = f"[megatron_dapo, {kind.replace(' ', '-')}]"
+    head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {tags}"]
     head += [f"base_model: {base}"] if cached else []
     changes = [change for change in config_changes(config, Config()) if not may_change_on_resume(change.key)]
     keys = [f"| `{change.key}` | {_value(change.before)} | {_value(change.now)} |" for change in changes]
@@ -42,7 +43,7 @@ def model_card(config: dict[str, Any], step: int, records: Sequence[Mapping], ve
         "Made with": [f"- {name} {version}" for name, version in versions.items()],
     }
     lines = ["---", *head, "---", "", f"# {_text(config['trainer']['experiment_name'])}", ""]
-    lines.append(f"Made from {_text(base)} by {step} steps of {kind.replace('-', ' ')}; that model's licence holds.")
+    lines.append(f"Made from {_text(base)} by {step} steps of {kind}; that model's licence holds.")
     for title, text in sections.items():
         lines += ["", f"## {title}", "", *text]
     return "\n".join([*lines, ""])
