@@ -22,6 +22,7 @@ from megatron_dapo.common.large_imports import large_imports
 from megatron_dapo.common.parent_death import end_with_parent
 from megatron_dapo.common.standard_streams import open_standard_streams, print_line
 from megatron_dapo.config.derived import shares_gpus, starts_servers
+from megatron_dapo.config.json_schema import config_schema
 from megatron_dapo.config.key_reference import config_reference
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
@@ -111,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
     reference = commands.add_parser("config-reference", help="print every config key, as docs/config.md")
     reference.set_defaults(run=_config_reference, takes_overrides=False)
+
+    schema = commands.add_parser("config-schema", help="print the JSON schema of a config, for editors")
+    schema.set_defaults(run=_config_schema, takes_overrides=False)
     return parser
 
 
@@ -220,6 +224,11 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _config_reference(arguments: argparse.Namespace) -> int:
     print_line(config_reference().removesuffix("\n"))
+    return 0
+
+
+def _config_schema(arguments: argparse.Namespace) -> int:
+    print_line(config_schema().removesuffix("\n"))
     return 0
 
 
