@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.import_path import import_attribute
+from megatron_dapo.common.own_function import OwnFunction
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +56,7 @@ def load_loss_function(key: str, path: str) -> SequenceLossFunction:
 
     Raises UserError with one sentence if it is no function.
     """
-    function = import_attribute(key, path, "package.module:function")
-    if not callable(function):
-        raise UserError(f"{key}: {path!r} is no function but {type(function).__name__}.")
-    return function
+    return OwnFunction.load(key, path).function
 
 
 def checked_answer(key: str, answer: Any) -> SequenceLossAnswer:

@@ -10,7 +10,7 @@ from megatron_dapo.data.samples import Group
 from megatron_dapo.platform import watchdog
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.sample_table import sample_table
-from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
+from megatron_dapo.telemetry.sinks import Record, Sink, make_sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Telemetry:
         self._config = config
         self._timers = PhaseTimers()
         self._sinks: dict[str, Sink] = {
-            name: SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger
+            name: make_sink(name, config, run_folder, resumed_after) for name in config.trainer.logger
         }
         self._failing: set[str] = set()
 
