@@ -53,6 +53,18 @@ class OwnFunction:
             raise UserError(f"{self.key}: {self.path} must return {needed} for {of}; it returned {shown}.") from error
 
 
+def having(*methods: str) -> Callable[[Any], Any]:
+    """Return the identity of objects with these methods. It raises AttributeError or TypeError for
+    others."""
+
+    def read(answer: Any) -> Any:
+        if not all(callable(getattr(answer, method)) for method in methods):
+            raise TypeError(answer)
+        return answer
+
+    return read
+
+
 def finite(answer: Any) -> float:
     """Return a number. Raises ValueError or TypeError for anything else, NaN and infinity too."""
     number = float(answer)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapreplace
-from itertools import accumulate, pairwise, repeat
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -133,8 +133,7 @@ def assemble(
     rewards = sample_rewards(groups, credit, with_tokens=row.is_own)
     for earned in rewards.values():
         _check_reward(earned, estimator)
-    is_per_token = row.per_token
-    advantages = {} if is_per_token else group_estimates(rewards, estimator, normalize_by_std)
+    advantages = {} if row.per_token else group_estimates(rewards, estimator, normalize_by_std)
     rows: list[TrainSample] = []
     for sample in (sample for group in groups for sample in group.samples):
         is_left_out = filter_truncated and sample.is_truncated
@@ -183,15 +182,16 @@ def group_estimates(
     advantages: dict[int, Advantage] = {}
     for uid, ids in members.items():
         of_group = _group_rewards([rewards[i] for i in ids], normalize_by_std)
-        of_branches: Iterable[Iterable[Advantage]]
+        estimates: Sequence[Advantage]
         if row.is_own:
             estimates = own_estimates(load_own_estimator(estimator), of_group, uid)
-            of_branches = [by_branch(each, rewards[i].branches) for i, each in zip(ids, estimates, strict=True)]
         else:
-            of_branches = map(repeat, pkgutil.resolve_name(row.function)(of_group).tolist())
-        for first, parts in zip(ids, of_branches, strict=True):
-            for place, (factor, part) in enumerate(zip(rewards[first].factors, parts, strict=False)):
-                advantages[first + place] = factor * part * rewards[first].keep
+            estimates = pkgutil.resolve_name(row.function)(of_group).tolist()
+        for first, estimate in zip(ids, estimates, strict=True):
+            earned = rewards[first]
+            parts = by_branch(estimate, earned.branches)
+            for place, (factor, part) in enumerate(zip(earned.factors, parts, strict=False)):
+                advantages[first + place] = factor * part * earned.keep
     return advantages
 
 

@@ -6,7 +6,7 @@ from operator import index
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.own_function import OwnFunction
+from megatron_dapo.common.own_function import OwnFunction, having
 from megatron_dapo.data.samples import Prompt
 
 KEY = "data.curriculum"
@@ -23,8 +23,8 @@ class OwnOrder:
         another answer.
         """
         make = OwnFunction.load(KEY, path, "package.module:Class")
-        methods = make(_methods, f"an object with {', '.join(_METHODS)}", "this run", prompts, seed)
-        self._methods = {name: OwnFunction(KEY, f"{path}.{name}", method) for name, method in methods.items()}
+        order = make(having(*_METHODS), f"an object with {', '.join(_METHODS)}", "this run", prompts, seed)
+        self._methods = {name: OwnFunction(KEY, f"{path}.{name}", getattr(order, name)) for name in _METHODS}
         self._num_prompts = len(prompts)
         self._num_drawn = 0
         self._identity = {"own_order": path, "content": content}
@@ -63,7 +63,3 @@ class OwnOrder:
             )
         self._methods["load_state_dict"](lambda answer: None, "without an error", "the checkpoint", state["state"])
         self._num_drawn = state["num_drawn"]
-
-
-def _methods(answer: Any) -> dict[str, Any]:
-    return {name: getattr(answer, name) for name in _METHODS}

@@ -6,15 +6,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.common.own_function import OwnFunction
+from megatron_dapo.common.own_function import OwnFunction, having
 from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
@@ -199,37 +197,6 @@ class _WeightsAndBiases:
         self._run.finish()
 
 
-class _Own:
-    """A class of the user's own; its failures count as those of a place that cannot be written."""
-
-    def __init__(self, path: str, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
-        made = OwnFunction.load("trainer.logger", path, "package.module:Class")
-        needed = "an object with methods write(record) and close()"
-        self._sink = made(_sink, needed, "this run", config, run_folder, resumed_after)
-
-    def write(self, record: Record) -> None:
-        with _as_os_error():
-            self._sink.write(record)
-
-    def close(self) -> None:
-        with _as_os_error():
-            self._sink.close()
-
-
-def _sink(answer: Any) -> Sink:
-    if not (callable(answer.write) and callable(answer.close)):
-        raise TypeError(answer)
-    return answer
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
 def _add(writer: "SummaryWriter", record: Record) -> None:
     for tag, value in _scalars(record).items():
         writer.add_scalar(tag, value, record.step)
@@ -257,5 +224,9 @@ SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
 
 def make_sink(name: str, config: Config, run_folder: RunFolder, resumed_after: int | None) -> Sink:
     """Return the sink of a built-in name, or of a class of the user's own. Raises UserError."""
-    make = SINKS.get(name) or partial(_Own, name)
-    return make(config, run_folder, resumed_after)
+    if name in SINKS:
+        return SINKS[name](config, run_folder, resumed_after)
+    make = OwnFunction.load("trainer.logger", name, "package.module:Class")
+    return make(
+        having("write", "close"), "an object with write and close", "this run", config, run_folder, resumed_after
+    )

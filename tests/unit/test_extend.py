@@ -212,6 +212,18 @@ def test_the_controller_shapes_and_filters_by_the_functions_of_the_page(folder):
     run_in_folder(folder, scenario, Script({0: ("right", "wrong", "wrong", "wrong")}), overrides=keys)
 
 
+@pytest.mark.parametrize("key", ["reward.shaping", f"{SAMPLING}.filter_mode"])
+def test_a_failure_in_the_controller_is_the_users_mistake_and_its_state_can_be_saved(folder, own, key):
+    path = own("return 1 / 0")
+
+    async def scenario(controller, servers):
+        with pytest.raises(UserError, match=f"{key}: {path} failed for .*ZeroDivisionError"):
+            await controller.next_batch(1, 1)
+        to_bytes(controller.state_dict())
+
+    run_in_folder(folder, scenario, overrides=[f"{key}={path}"])
+
+
 @pytest.mark.parametrize("body", ["return 1 / 0", "return float('nan')", "return '1'", "return None", "return [1, 2]"])
 def test_another_reward_is_told_in_one_sentence(own, body):
     path = own(body)
@@ -316,7 +328,7 @@ def test_a_logger_that_fails_ends_no_run_and_is_told_once(tmp_path, own, caplog)
 def test_a_class_that_is_no_logger_is_refused_at_the_start(tmp_path, own, body):
     path = own(body)
     said = refused(logging_to, path, tmp_path)
-    assert said.startswith(f"trainer.logger: {path} ") and "write(record) and close()" in said
+    assert said.startswith(f"trainer.logger: {path} ") and "an object with write and close" in said
 
 
 # ---------------------------------------------------------------------------- learning rate
