@@ -195,21 +195,23 @@ def test_a_kl_in_the_reward_is_refused_beside_an_estimator_of_ones_own():
 # ------------------------------------------------------------------------ rewards and groups
 
 
-def test_the_controller_shapes_and_filters_by_the_functions_of_the_page(folder):
-    """Of four responses two are right: signal; of the first prompt's one: none."""
+def test_the_controller_draws_shapes_and_filters_by_the_code_of_the_page(folder):
+    """Of four responses two are right: signal; of the first prompt's none."""
 
     async def scenario(controller, servers):
         batch = await controller.next_batch(1, 1)
         rewards = {(sample.raw_reward, round(sample.reward, 3)) for sample in batch.groups[0].samples}
         assert rewards == {(1.0, 0.999), (0.0, 0.0)}  # two tokens of a budget of 1000
         assert batch.metrics["dapo/filtered_own"] >= 1 and len(batch.groups) == 4
+        assert controller.state_dict()["cursor"]["state"]["turns"][:3] == [2.0, 1.0, 1.0]  # never solved: later
 
     keys = [
+        "data.curriculum=my_run:Order",
         "reward.shaping=my_run:shaped",
         f"{SAMPLING}.filter_mode=my_run:has_signal",
         "actor_rollout_ref.rollout.n=4",
     ]
-    run_in_folder(folder, scenario, Script({0: ("right", "wrong", "wrong", "wrong")}), overrides=keys)
+    run_in_folder(folder, scenario, Script({0: ("wrong",)}), overrides=keys)
 
 
 @pytest.mark.parametrize("key", ["reward.shaping", f"{SAMPLING}.filter_mode"])
