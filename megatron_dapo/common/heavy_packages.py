@@ -8,8 +8,7 @@ _BY_PIP = "pip install '.[cpu]' in the repository, or '.[cuda]' for a machine wi
 # not in the extra cpu
 _BY_SETUP = "pip install '.[cuda]' in the repository for a machine with NVIDIA GPUs, or make setup for a CPU"
 _HEAVY = {
-    **dict.fromkeys(("einops", "math_verify", "megatron", "safetensors", "tensorboard", "torch"), _BY_PIP),
-    "transformers": _BY_PIP,
+    **dict.fromkeys(("einops", "math_verify", "megatron", "tensorboard", "torch", "transformers"), _BY_PIP),
     "sglang": _BY_SETUP,
     "triton": _BY_SETUP,
 }
