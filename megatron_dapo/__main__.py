@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dapo import __version__
+import megatron_dapo
 from megatron_dapo.common import ends
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.common.errors import SharedUserError, UserError
@@ -62,7 +62,7 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         description="DAPO training for language models.",
         epilog="COMMAND --help explains a command.",
     )
-    parser.add_argument("--version", action="version", version=f"megatron-dapo {__version__}")
+    parser.add_argument("--version", action="version", version=f"megatron-dapo {megatron_dapo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, (fill, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
