@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox setup-agents demo demo-llm round-trip train test test-unit proofs test-gpu test-agents test-other-line mutation lint bench house clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox setup-agents demo demo-llm round-trip train test test-unit proofs test-gpu test-agents test-other-line mutation lint bench house clean package need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -93,6 +93,11 @@ bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--q
 
 house: setup ## Sizes on one page: rooms, names, docs, functions, wording, last tests (no limits)
 	@$(BIN)/python -m tests.house $(ARGS)
+
+package: setup ## Source archive and wheel of the package, in dist/ (docs/install.md)
+	@rm -rf build *.egg-info; mkdir -p .cache
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")' > .cache/package.log
+	@ls dist/*
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
