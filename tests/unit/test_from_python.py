@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +30,6 @@ from tests.api_reference import api_reference
 from tests.report_runs import write_branches, write_run, write_validation
 
 pytestmark = pytest.mark.unit
-
-if not hasattr(megatron_dapo, "__getattr__"):  # the package's own, where it has one
-    megatron_dapo.__getattr__ = lambda name: getattr(import_module(PUBLIC[name]), name)  # type: ignore[attr-defined]
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"(?s)```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
