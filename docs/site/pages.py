@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "README.md"
 CONTENTS = "docs/README.md"
-STYLE = "docs/site/tables.css"
+STYLE = "docs/site/site.css"
 LINK = re.compile(r"(?P<text>\[[^\]]*\])\((?P<target>[^)\s]+)\)")
 
 CODE = re.compile(r"`[^`\n]+`")
@@ -59,7 +59,7 @@ def navigation() -> list[dict]:
                 seen.add((path, anchor))
                 entries.append({words: f"{path[:-3]}.html#{anchor}"} if anchor else {title(path): path})
         sections.append({heading: entries})
-    return [{title(HOME): HOME}, *sections]
+    return [{"Overview": HOME}, *sections]
 
 
 def show_code(path: str) -> str:

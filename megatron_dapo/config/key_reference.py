@@ -82,7 +82,7 @@ def _row(key: Key) -> str:
     rules = _rules(key.rules, section_rules()[section], section)
     meaning = f"{key.doc} {rules}".replace("\n", " ").strip()
     cells = (f"`{name}`", key.allowed, f"`{_default(key)}`", meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
 
 
 def _rules(rules: FieldRules, shown: FieldRules, section: str) -> str:

@@ -57,5 +57,23 @@ def test_what_a_page_leads_to_is_on_the_site_and_nothing_else():
     ],
 )
 def test_links_stay_but_those_to_code_and_folders(link, on_site):
+    assert on_page(f"See {link}.") == f"See {on_site}."
+
+
+def on_page(markdown: str) -> str:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="examples/README.md"))
-    assert pages.on_page_markdown(f"See {link}.", page, None, None) == f"See {on_site}."
+    return pages.on_page_markdown(markdown, page, None, None)
+
+
+def test_code_in_a_table_has_its_own_bars():
+    assert on_page(r"| `a\|b` | x\|y |") == r"| `a|b` | x\|y |"
+    assert on_page(r"grep `a\|b`") == r"grep `a\|b`"
+
+
+def test_a_link_that_leads_nowhere_ends_the_build():
+    """MkDocs counts the warnings that it prints: a quiet build has none."""
+    (build,) = re.findall(r"mkdocs build(.*)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert not build.partition("#")[0].strip()
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"(?m)^strict: true$", settings)
+    assert re.findall(r"(?m)^  (\w+): warn$", settings) == ["absolute_links", "anchors", "unrecognized_links"]
