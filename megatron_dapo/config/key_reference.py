@@ -83,7 +83,7 @@ def config_reference() -> str:
 
 def _row(key: Key) -> str:
     cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", key_meaning(key))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
 
 
 def key_meaning(key: Key) -> str:
