@@ -106,7 +106,8 @@ def test_the_wheel_has_programs_recipes_and_no_leftovers(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     recipes = {name.removeprefix("megatron_dapo/configs/") for name in names if "/configs/" in name}
-    assert recipes == {str(path.relative_to(REPOSITORY / "configs")) for path in REPOSITORY.glob("configs/**/*.yaml")}
+    files = [*REPOSITORY.glob("configs/**/*.yaml"), REPOSITORY / "configs/schema.json"]
+    assert recipes == {str(path.relative_to(REPOSITORY / "configs")) for path in files}
     assert "megatron_dapo/commands/report/page/charts.js" in names
     assert {name.partition("/")[0] for name in names if not name.startswith("megatron_dapo-")} == {
         "megatron_dapo",
