@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,10 +95,12 @@ def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]
 
 
 def _thinned(sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Return indices at equal distances, the most that fit: at least the last one."""
+    """Return indices at equal distances, about the most that fit: at least the last one."""
     last = len(sizes) - 1
-    for number in range(len(sizes), 1, -1):
-        places = sorted({round(place * last / (number - 1)) for place in range(number)})
-        if sum(sizes[place] for place in places) <= max_bytes:
-            return places
-    return [last] if sizes else []
+
+    def places(number: int) -> list[int]:
+        return sorted({last - round(place * last / max(1, number - 1)) for place in range(number)})
+
+    numbers = range(1, len(sizes) + 1)
+    most = bisect_right(numbers, max_bytes, key=lambda number: sum(sizes[place] for place in places(number)))
+    return places(max(1, most)) if sizes else []

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.commands.report.values import time_of
+from megatron_dapo.commands.report.values import counted, time_of
 from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.storage.run_folder import RunFolder
@@ -82,7 +82,7 @@ def _servers(steps: Sequence[dict]) -> Iterator[Event]:
             text = f"Step {step['step']}: on average {current:.1f} of {number:.0f} servers had the current weights"
             yield Event(step["time"], step["step"], "servers", text)
         if rejoined := step.get("weight_sync/num_rejoins"):
-            text = f"Step {step['step']}: {rejoined:.0f} servers joined, or joined again"
+            text = f"Step {step['step']}: {counted(round(rejoined), 'server')} joined, or joined again"
             yield Event(step["time"], step["step"], "rejoin", text)
 
 

@@ -1,5 +1,6 @@
 """Values of a run's files as the page takes them: of the right kind and size, or not at all."""
 
+import re
 from typing import Any
 
 _MAX = 1e100  # sums and squares of such numbers are finite
@@ -16,3 +17,13 @@ def time_of(value: Any) -> float | None:
     """Return seconds since 1970; None for an invalid time."""
     seconds = number(value)
     return seconds if seconds is not None and 0 < seconds < _MAX_TIME else None
+
+
+def signed(text: str) -> str:
+    """Return a number's text with a true minus, and a zero without one."""
+    return text.removeprefix("-") if re.fullmatch(r"-[0.]+", text) else text.replace("-", "\u2212")
+
+
+def counted(count: Any, noun: str) -> str:
+    """Return a count with its noun, of which one has no s."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
