@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.agents.call_marks import CALL_MARKS
+from megatron_dapo.commands.report.answers import StepFile
 from megatron_dapo.commands.report.attempts import attempts_of
 from megatron_dapo.commands.report.embedding import StepAnswers, fitting
-from megatron_dapo.commands.report.answers import StepFile
 from megatron_dapo.commands.report.page import summary
 from megatron_dapo.commands.report.run_data import MAX_RUNS, read_run, runs_in
 from megatron_dapo.commands.report.values import signed
@@ -67,7 +67,8 @@ def test_an_attempt_tells_of_changed_keys_and_of_the_ends_of_its_logs(tmp_path):
     write_logs(run.logs / "attempt-9-0", "trainer: {seed: 1, note: x}", trainer="\x1b[31mred\x1b[0m\r\nfirst")
     write_logs(run.logs / "attempt-10-0", "trainer: {seed: 2, note: x}", trainer="a" * 100_000 + "the end\n")
     write_logs(run.logs / "attempt-10-1", "trainer: [", trainer="third")
-    write_logs(run.logs / "attempt-11-0", "trainer: {seed: 2}", trainer="last", servers="\udcff")
+    write_logs(run.logs / "attempt-11-0", "trainer: {seed: 2}", trainer="last")
+    (run.logs / "attempt-11-0/servers.log").write_bytes(b"\xff \x1b[2K")
     (run.logs / "latest").symlink_to("attempt-11-0")
     attempts = attempts_of(run.path)
     assert [attempt["name"] for attempt in attempts] == [f"attempt-{name}" for name in ("11-0", "10-1", "10-0", "9-0")]
@@ -75,6 +76,7 @@ def test_an_attempt_tells_of_changed_keys_and_of_the_ends_of_its_logs(tmp_path):
     assert changes == [[["trainer.note", "x", ""]], [], [["trainer.seed", "1", "2"]], []]
     ends = [dict(attempt["logs"])["trainer"] for attempt in attempts]
     assert ends[:2] == ["last", "third"] and ends[3] == "red\nfirst"
+    assert dict(attempts[0]["logs"])["servers"] == "\ufffd "
     assert ends[2].endswith("aathe end\n") and len(ends[2]) < 10_000
 
 
@@ -109,7 +111,8 @@ def test_one_of_a_kind_has_no_plural(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, said", [("-0.000", "0.000"), ("-0.5", "\u22120.5"), ("-0", "0"), ("0.0", "0.0"), ("-1e-05", "\u22121e\u221205")]
+    "text, said",
+    [("-0.000", "0.000"), ("-0.5", "\u22120.5"), ("-0", "0"), ("0.0", "0.0"), ("-1e-05", "\u22121e\u221205")],
 )
 def test_a_minus_is_a_minus_and_zero_has_none(text, said):
     assert signed(text) == said

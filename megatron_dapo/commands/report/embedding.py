@@ -21,6 +21,7 @@ from megatron_dapo.commands.report.answers import (
 MAX_BYTES = 23_000_000
 _HELD_OUT_SHARE = 0.3  # the most of the bytes, if a run has trained answers too
 _MOST_PACKED = 16  # no file of answers shrinks more than this, for the choice of files to read
+_MOST_STEPS = 2000  # with answers of a kind: more are as slow to read as they are small
 _TEXTS_SHARE = 0.6  # of the bytes, if texts and tokens do not both fit
 
 
@@ -75,7 +76,8 @@ def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
 def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
     """Return the answers of one kind that fit. Steps too many by the size of their files are never
     read."""
-    places = _thinned([file.num_bytes() // _MOST_PACKED for file in files], max_bytes)
+    sizes = [max(file.num_bytes() // _MOST_PACKED, max_bytes // _MOST_STEPS) for file in files]
+    places = _thinned(sizes, max_bytes)
     answers = [_read_answers(files[place], max_bytes) for place in places]
     return fitting([each for each in answers if each is not None], max_bytes)
 

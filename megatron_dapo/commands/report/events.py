@@ -12,6 +12,7 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import duration
 from megatron_dapo.telemetry.metrics_file import is_step
 
+_OF_A_STOP = (EndKind.TERMINATED, EndKind.PEER_LOST, EndKind.KILLED)  # after the run was saved
 _AWAY = 0.99  # servers with the weights, as a share of all: below it, some were away
 
 
@@ -96,8 +97,11 @@ def _checkpoints(steps: Sequence[dict], run: RunFolder) -> Iterator[Event]:
 
 def _ends(steps: Sequence[dict], ends: Sequence[ProcessEnd]) -> Iterator[Event]:
     last = steps[-1]["step"] if steps else 0
+    saved = [end.time for end in ends if end.who.startswith("trainer-") and end.kind == EndKind.SAVED]
     for end in ends:
         step = last if end.step is None else end.step
+        if saved and end.time >= min(saved) and end.kind in _OF_A_STOP:
+            continue
         if not EndKind(end.kind).is_good if end.kind in list(EndKind) else True:
             yield Event(end.time, step, "failure", f"{end.who} ended ({end.kind}): {end.sentence}")
         elif end.who == "trainer-rank-0":

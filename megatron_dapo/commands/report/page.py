@@ -58,7 +58,9 @@ def whole_page(folders: Sequence[Path]) -> str:
         for kind, content_ in (("texts", each.texts), ("tokens", each.tokens))
         if content_
     ]
-    return render([run["name"] for run in content["runs"]], is_live=False, chunks=[("summary", pack(content)), *logs, *chunks])
+    return render(
+        [run["name"] for run in content["runs"]], is_live=False, chunks=[("summary", pack(content)), *logs, *chunks]
+    )
 
 
 def _entry(each: StepAnswers) -> dict:

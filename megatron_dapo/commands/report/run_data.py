@@ -166,12 +166,12 @@ def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> t
     are_done = f"{counted(all_steps, 'step')} {'is' if all_steps == 1 else 'are'} done"
     done = f"{last['step']} of {are_done}" if total else are_done
     newest = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
-    bad = [end for end in newest if end.kind not in ("done", "saved")]
+    if any(end.kind == "saved" for end in newest):  # all ranks save together
+        return "saved", f"{done}; the run was asked to stop, and is saved"
+    bad = [end for end in newest if end.kind != "done"]
     if bad:
         first = min(bad, key=lambda end: (end.is_consequence, end.time))
         return "failed", f"{done}; {first.who} ended ({first.kind}): {first.sentence or 'it left no sentence'}"
-    if any(end.kind == "saved" for end in newest):
-        return "saved", f"{done}; the run was asked to stop, and is saved"
     if total and last["step"] >= total:
         return "done", f"{done}"
     return "running", f"{done}; no end is recorded: the run goes on, or was killed"

@@ -103,7 +103,7 @@ function plot(figure, traces, more, isLinked = true) {
 function addFigure(grid, title, note, parts) {
   const chart = element("div", { class: "chart", role: "img" });
   const key = element("ul", { class: "keys-of-chart" });
-  const table = element("details", { ontoggle: () => { if (table.open) fillTable(table, figure.table()); } }, element("summary", {}, "Numbers"));
+  const table = element("details", { ontoggle: () => { if (table.open) fillTable(table, title, figure.table()); } }, element("summary", {}, "Numbers"));
   grid.append(element("figure", {}, element("figcaption", {}, element("h3", {}, title), note ? element("p", {}, note) : null), key, chart, table));
   const figure = { chart, key, isStale: true, isSeen: false, ...parts };
   chart.setAttribute("aria-label", title);
@@ -121,10 +121,10 @@ function clearFigures(grid) {
   grid.replaceChildren();
 }
 
-function fillTable(holder, { head, rows }) {
+function fillTable(holder, title, { head, rows }) {
   holder.querySelector(".scroll")?.remove();
   const cells = (name, values) => values.map((value, place) => element(name, { class: place ? "number" : undefined }, String(value)));
-  holder.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Numbers" }, element("table", {},
+  holder.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Numbers of ${title}` }, element("table", {},
     element("thead", {}, element("tr", {}, ...cells("th", head))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))))));
 }

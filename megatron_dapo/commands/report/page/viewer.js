@@ -4,7 +4,7 @@
 const FIRST = { list: 40, groups: 12 }; // cards that are made at once
 const LONG_TEXT = 2500; // characters, or tokens / 4, that are shown before "all of it"
 const LONG_READ = 400; // characters, or tokens / 4, read between two turns: from here they are folded
-const CALL_NAME = /(?:"name"\s*:\s*"|functions\.|<function=|<tool_call>\s*|begin(?:\||｜)>\s*)([\w.-]{1,60})/; // in the families' forms of a call
+const CALL_NAME = /(?:"name"\s*:\s*"|functions\.|<function=|<tool_call>\s*|begin[|｜]>(?:functions\.)?)([\w.-]{1,60})/; // in the families' forms of a call
 const MAX_HITS = 300; // of a search in all steps
 
 const steps = new Remembered(60); // parsed texts of a step, and its tokens
@@ -175,7 +175,7 @@ function groupCard(group, answers, context) {
   return element("article", { class: "group", "aria-label": `Group ${group.uid ?? ""}` },
     element("header", {}, ...labels.map((label) => typeof label === "string" ? element("span", {}, label) : label), back),
     element("div", { class: "prompt" }, ...marked(group.prompt ?? "")),
-    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": "Answers of the group" },
+    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": `Answers of ${group.uid ?? "the group"}` },
       ...[...answers, ...earlier].map((answer) => answerCard(answer, context, false, answer.file !== answers[0].file))));
 }
 
