@@ -16,9 +16,8 @@ _MAX_DIGITS = 300  # of an integer that a float holds
 
 
 def read_bytes(path: str | Path, max_bytes: int, *, of_end: bool = False) -> bytes:
-    """Return the current content of a regular file; never wait for a pipe or a device.
-
-    of_end: of a larger file, its last max_bytes.
+    """Return the current content of a regular file, of_end: at most its last max_bytes; never wait
+    for a pipe or a device.
 
     Raises:
         OSError: if the file is unreadable, not regular or larger than max_bytes; strerror says

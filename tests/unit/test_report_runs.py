@@ -99,7 +99,7 @@ def test_a_run_that_was_saved_on_request_did_not_fail(tmp_path, victim):
     folder.write("trainer-rank-0", End(EndKind.SAVED, 85, time=START + 100))
     folder.write("trainer-rank-1", End(victim, 143, time=START + 101))
     data = read_run(run.path)
-    assert (data.state, data.sentence) == ("saved", "2 of 2 steps are done; the run was asked to stop, and is saved")
+    assert (data.state, data.sentence) == ("saved", "2 of 2 steps done; the run was asked to stop, and is saved")
     assert [event.kind for event in data.events if event.time > START + 99] == ["end"]
 
 
@@ -107,7 +107,7 @@ def test_one_of_a_kind_has_no_plural(tmp_path):
     run = write_run(tmp_path / "run", num_steps=1)
     run.machine.write_text(json.dumps({"trainer_ranks": 1, "device": "cpu", "cpu": "a processor"}))
     data = read_run(run.path)
-    assert dict(data.facts)["Trainer"] == "1 rank on a processor" and data.sentence == "1 of 1 step is done"
+    assert dict(data.facts)["Trainer"] == "1 rank on a processor" and data.sentence == "1 of 1 step done"
 
 
 @pytest.mark.parametrize(

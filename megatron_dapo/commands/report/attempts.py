@@ -7,7 +7,7 @@ from megatron_dapo.commands.report.run_data import read_config, shown
 from megatron_dapo.common.bounded import read_bytes
 from megatron_dapo.storage.run_folder import RunFolder
 
-_MOST_ATTEMPTS, _MOST_LOGS = 30, 40  # the newest, and of each
+_MOST_ATTEMPTS, _MOST_LOGS = 10, 60  # the newest, and of each
 _MAX_LOG = 8 << 10  # bytes of a log's end
 _CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|[^\S\n]*\r(?=\n)")  # colours, and the other system's ends of lines
 
@@ -18,7 +18,7 @@ def attempts_of(folder: Path) -> list[dict]:
     A Slurm job has a folder for each; `launch.local` writes on in one.
     """
     logs = RunFolder(folder).logs
-    folders = [place for place in (logs, *logs.glob("attempt-*")) if place.is_dir() and not place.is_symlink()]
+    folders = [place for place in (logs, *logs.glob("attempt-*")) if place.is_dir()]
     folders.sort(key=lambda place: [int(number) for number in re.findall(r"\d{1,18}", place.name)])
     attempts: list[dict] = []
     earlier: dict = {}

@@ -12,7 +12,6 @@ from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import duration
 from megatron_dapo.telemetry.metrics_file import is_step
 
-_OF_A_STOP = (EndKind.TERMINATED, EndKind.PEER_LOST, EndKind.KILLED)  # after the run was saved
 _AWAY = 0.99  # servers with the weights, as a share of all: below it, some were away
 
 
@@ -100,8 +99,8 @@ def _ends(steps: Sequence[dict], ends: Sequence[ProcessEnd]) -> Iterator[Event]:
     saved = [end.time for end in ends if end.who.startswith("trainer-") and end.kind == EndKind.SAVED]
     for end in ends:
         step = last if end.step is None else end.step
-        if saved and end.time >= min(saved) and end.kind in _OF_A_STOP:
-            continue
+        if saved and end.time >= min(saved) and (end.is_consequence or end.kind == EndKind.KILLED):
+            continue  # the launcher ended it
         if not EndKind(end.kind).is_good if end.kind in list(EndKind) else True:
             yield Event(end.time, step, "failure", f"{end.who} ended ({end.kind}): {end.sentence}")
         elif end.who == "trainer-rank-0":

@@ -162,9 +162,7 @@ def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> t
     """Return the state of the run and a sentence about it."""
     last = steps[-1] if steps else {"step": 0, "time": 0.0}
     total = total if is_step(total) else None
-    all_steps = total or last["step"]
-    are_done = f"{counted(all_steps, 'step')} {'is' if all_steps == 1 else 'are'} done"
-    done = f"{last['step']} of {are_done}" if total else are_done
+    done = f"{last['step']} of {counted(total, 'step')} done" if total else f"{counted(last['step'], 'step')} done"
     newest = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
     if any(end.kind == "saved" for end in newest):  # all ranks save together
         return "saved", f"{done}; the run was asked to stop, and is saved"

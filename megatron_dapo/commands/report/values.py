@@ -1,6 +1,5 @@
 """Values of a run's files as the page takes them: of the right kind and size, or not at all."""
 
-import re
 from typing import Any
 
 _MAX = 1e100  # sums and squares of such numbers are finite
@@ -21,7 +20,7 @@ def time_of(value: Any) -> float | None:
 
 def signed(text: str) -> str:
     """Return a number's text with a true minus, and a zero without one."""
-    return text.removeprefix("-") if re.fullmatch(r"-[0.]+", text) else text.replace("-", "\u2212")
+    return (text if text.strip("-0.") else text.removeprefix("-")).replace("-", "\u2212")
 
 
 def counted(count: Any, noun: str) -> str:

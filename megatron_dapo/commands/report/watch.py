@@ -24,9 +24,7 @@ HOST = "127.0.0.1"
 _KEY_BYTES = 32
 # a forwarded port is another one
 _OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
-_CHUNK = re.compile(r"/(?P<part>texts|tokens)/(?P<run>\d{1,4})/(?P<kind>trained|held-out)/(?P<step>\d{1,9})")
-
-_LOGS = re.compile(r"/logs/(\d{1,4})")
+_CHUNK = re.compile(r"/(?P<part>texts|tokens|logs)/(?P<run>\d{1,4})(/(?P<kind>trained|held-out)/(?P<step>\d{1,9}))?")
 
 
 class Watched:
@@ -64,11 +62,13 @@ class Watched:
             last = self._last = (tag, pack(content))
         return last[1]
 
-    def answers(self, part: str, number: int, kind: str, step: int) -> str | None:
+    def answers(self, part: str, number: int, kind: str | None, step: int) -> str | None:
         """Return the texts or tokens of a step, packed; "" if it has none yet, None without such a
-        step."""
+        step. Of the part "logs", return the run's attempts."""
         if number >= len(self.folders):
             return None
+        if part == "logs":
+            return pack(attempts_of(self.folders[number]))
         files = [file for file in answer_files(self.folders[number]) if (file.kind, file.step) == (kind, step)]
         return _part(files[0], part) if files else None
 
@@ -118,12 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(200, "text/html", self.server.watched.page)
             if path == "/summary":
                 return self._summary()
-            if (match := _LOGS.fullmatch(path)) and int(match[1]) < len(self.server.watched.folders):
-                logs = attempts_of(self.server.watched.folders[int(match[1])])
-                return self._send(200, "text/plain", pack(logs))
             if match := _CHUNK.fullmatch(path):
                 packed = self.server.watched.answers(
-                    match["part"], int(match["run"]), match["kind"], int(match["step"])
+                    match["part"], int(match["run"]), match["kind"], int(match["step"] or 0)
                 )
                 # browsers call a 404 an error
                 status = 404 if packed is None else 200 if packed else 204

@@ -38,9 +38,8 @@ function zoom(range) {
 /** Zooms to the steps that were typed; an empty field is the run's beginning or end. */
 function zoomAsTyped() {
   const last = Math.max(1, ...shownRuns().map((run) => (settings.axis === "step" ? run.steps.step : elapsed(run, run.steps.time ?? []))?.at(-1) ?? 1));
-  const [from, to] = ["from", "to"].map((id) => byId(id).value);
-  const range = [from === "" ? 0 : Number(from), to === "" ? last : Number(to)];
-  zoom((from !== "" || to !== "") && range[0] < range[1] ? range : null);
+  const range = [Number(byId("from").value), Number(byId("to").value) || last];
+  zoom((byId("from").value || byId("to").value) && range[0] < range[1] ? range : null);
 }
 
 /** Rows [from, to) of x, ascending, within the zoom and one beside it: at most MOST_PARTS equal parts. */
@@ -89,14 +88,14 @@ function plot(figure, traces, more, isLinked = true) {
   figure.chart.setAttribute("aria-label", figure.describe());
   if (isLinked && settings.range) more.xaxis.range = settings.range;
   Plotly.react(figure.chart, traces, layout(more), PLOT);
+  if (figure.isLinked === undefined) {
+    figure.chart.on("plotly_doubleclick", () => zoom(null));
+    figure.chart.on("plotly_relayout", (change) => {
+      const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+      if (figure.isLinked && range.every(Number.isFinite)) zoom(range);
+    });
+  }
   figure.isLinked = isLinked;
-  if (figure.listens) return;
-  figure.listens = true;
-  figure.chart.on("plotly_doubleclick", () => zoom(null));
-  figure.chart.on("plotly_relayout", (change) => {
-    const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
-    if (figure.isLinked && range.every(Number.isFinite)) zoom(range);
-  });
 }
 
 /** Adds a figure to a grid. parts: draw(figure), describe() for screen readers, table() -> {head, rows}. */

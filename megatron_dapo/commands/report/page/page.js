@@ -3,7 +3,6 @@
 
 const POLL_MS = 4000;
 let runs = []; // of the summary, each with its number and whether it is shown
-const FIRST_SHOWN = 5; // of many runs, the newest
 const MOST_FOUND = 60; // charts of an expression
 let drawnPanels = "";
 const shownRuns = () => runs.filter((run) => run.isShown);
@@ -63,13 +62,12 @@ function showSummary(summary) {
 async function showAttempts() {
   if (!byId("attempts").open) return;
   const known = await Promise.all(shownRuns().map(async (run) => [run, asJson(await chunk(`logs-${run.number}`, `logs/${run.number}`))]));
-  const text = (content) => element("pre", { class: "scroll", tabindex: "0" }, content);
   byId("attempts").lastElementChild.replaceChildren(...known.flatMap(([run, attempts]) => [
     element("h3", {}, attempts.length ? run.name : `${run.name} has no logs`),
     ...attempts.map(({ name, changes, logs }) => element("details", {}, element("summary", {}, name),
       element("p", {}, changes.length ? "Changed since the attempt before:" : "No key is known to have changed."),
       element("dl", {}, ...changes.flatMap(([key, before, now]) => [element("dt", { class: "mono" }, key), element("dd", { class: "mono" }, `${before} → ${now}`)])),
-      ...logs.map(([log, end]) => element("details", {}, element("summary", {}, log), text(end)))))]));
+      ...logs.map(([log, end]) => element("details", {}, element("summary", {}, log), element("pre", { class: "scroll", tabindex: "0" }, end)))))]));
 }
 
 function showTimes() {
@@ -80,18 +78,14 @@ function showTimes() {
 
 /** The panels of curves; with an expression, one for each metric that it finds. */
 function chosenCurves(summary, names) {
-  const source = byId("pattern").value;
-  const note = (text) => { byId("found").value = text; };
-  note("");
+  const source = byId("pattern").value, said = byId("found");
+  said.value = "";
   if (!source) return summary.curves;
   try {
     const found = matchingNames(names, source);
-    note(counted(found.length, "metric") + (found.length > MOST_FOUND ? `, the first ${MOST_FOUND} are shown` : ""));
+    said.value = counted(found.length, "metric") + (found.length > MOST_FOUND ? `, the first ${MOST_FOUND} are shown` : "");
     return found.slice(0, MOST_FOUND).map((name) => ({ title: name, note: "", series: [[name, name]] }));
-  } catch (error) {
-    note(error.message);
-    return summary.curves;
-  }
+  } catch (error) { said.value = error.message; return summary.curves; }
 }
 
 let phaseTitles = [];
@@ -147,7 +141,7 @@ function listen() {
 function take(summary) {
   const before = new Map(runs.map((run) => [run.folder, run.isShown]));
   const viewed = runs[view.run]?.folder;
-  const newest = [...summary.runs].sort((a, b) => (b.steps.time?.at(-1) ?? 0) - (a.steps.time?.at(-1) ?? 0)).slice(0, FIRST_SHOWN);
+  const newest = [...summary.runs].sort((a, b) => (b.steps.time?.at(-1) ?? 0) - (a.steps.time?.at(-1) ?? 0)).slice(0, 5); // shown at first
   callMarks = summary.calls;
   runs = summary.runs.map((run, number) => ({ ...run, number, isShown: before.get(run.folder) ?? newest.includes(run) }));
   view.run = Math.max(0, runs.findIndex((run) => run.folder === viewed));

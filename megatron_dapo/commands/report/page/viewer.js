@@ -213,28 +213,20 @@ const advantageOf = (tokens) => typeof tokens?.advantage === "number" ? [`A\u00a
 /** Text that is closed at first, but not while words are searched. */
 const folded = (label, ...nodes) => element("details", { class: "folded", open: view.words !== "" }, element("summary", {}, label), ...nodes);
 
+const escaped = (mark) => mark.replace(/[\\|.*+?^$()[\]{}]/g, "\\$&");
+
 /** The calls of tools in a turn: {from, to, label}, by the marks of the models' families. */
 function callsIn(text) {
-  const calls = [];
-  for (let from = 0; ;) {
-    const starts = callMarks.map(([start, end]) => [text.indexOf(start, from), start, end]).filter(([at]) => at >= 0);
-    if (!starts.length) return calls;
-    const [at, start, end] = starts.reduce((first, one) => one[0] < first[0] ? one : first);
-    const close = end ? text.indexOf(end, at + start.length) : -1;
-    from = close < 0 ? text.length : close + end.length;
-    const name = CALL_NAME.exec(text.slice(at, at + 300));
-    calls.push({ from: at, to: from, label: `call: ${name ? name[1] : "a tool"}` });
-  }
+  const forms = callMarks.map(([start, end]) => `${escaped(start)}[^]*?(?:${end ? `${escaped(end)}|` : ""}$)`);
+  return [...text.matchAll(new RegExp(forms.join("|"), "g"))].map(({ 0: call, index }) =>
+    ({ from: index, to: index + call.length, label: `call: ${CALL_NAME.exec(call.slice(0, 300))?.[1] ?? "a tool"}` }));
 }
 
 /** The text of a turn, its calls folded. */
 function withCalls(text) {
+  const nodes = [];
   let at = 0;
-  const nodes = callsIn(text).flatMap(({ from, to, label }) => {
-    const before = marked(text.slice(at, from));
-    at = to;
-    return [...before, folded(label, ...marked(text.slice(from, to)))];
-  });
+  for (const { from, to, label } of callsIn(text)) nodes.push(...marked(text.slice(at, from)), folded(label, ...marked(text.slice(from, at = to))));
   return [...nodes, ...marked(text.slice(at))];
 }
 
