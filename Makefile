@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup setup-slurm setup-browser setup-sandbox setup-agents demo demo-llm round-trip train test test-unit proofs test-gpu test-agents test-other-line mutation lint bench house clean need-config
+.PHONY: help setup setup-slurm setup-browser setup-sandbox setup-agents setup-docs docs demo demo-llm round-trip train test test-unit proofs test-gpu test-agents test-other-line mutation lint bench house clean package need-config
 
 help: ## This table
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,13 @@ setup-sandbox: ## Install bubblewrap, in which the reward code_tests runs progra
 
 setup-agents: setup ## Programs of other people for tests and examples of agents, each in .cache/agents/NAME
 	@$(BIN)/python requirements/agents.py $(ARGS)
+
+setup-docs: setup ## MkDocs for the site of the pages, in .cache/docs
+	@$(BIN)/python requirements/docs.py
+
+docs: setup-docs ## The pages as a site in build/site, all links checked (seconds)
+	@NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build # not --quiet: it hides the faults that end it
+	@echo 'docs: build/site/index.html; with its search: .venv/bin/python -m http.server -b 127.0.0.1 -d build/site'
 
 demo: setup ## DAPO on two-digit sums: TP=2, a real SGLang server, on this machine's GPUs or its CPU
 	@$(BIN)/python -m examples.arithmetic.demo $(ARGS)
@@ -79,7 +86,7 @@ test-other-line: ## All tests of the last commit with the other Python's version
 	@PLATFORM= PYTHON= sh requirements/setup.sh # PYTHON is the clone's
 	@PYTHON='$(PYTHON)' sh tests/other_line.sh
 
-lint: setup ## Ruff: rules and format; mypy: types
+lint: setup docs ## Ruff: rules and format; mypy: types; the site's links
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy --num-workers 2
@@ -93,6 +100,11 @@ bench: setup ## Time, memory and error of the kernels, on this machine (ARGS=--q
 
 house: setup ## Sizes on one page: rooms, names, docs, functions, wording, last tests (no limits)
 	@$(BIN)/python -m tests.house $(ARGS)
+
+package: setup ## Source archive and wheel of the package, in dist/ (docs/install.md)
+	@rm -rf build *.egg-info; mkdir -p .cache
+	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")' > .cache/package.log
+	@ls dist/*
 
 clean: ## Remove caches and build leftovers; .venv, .cache and runs/ stay
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

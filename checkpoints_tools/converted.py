@@ -6,20 +6,23 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from checkpoints_tools.command_line import progress
-from megatron_dapo.checkpointing.folders import newest_first
+from megatron_dapo.checkpointing.folders import TRAINER_STATE, newest_first, read_trainer_state
 from megatron_dapo.checkpointing.manifest import MANIFEST, Findings, read_manifest, verify
+from megatron_dapo.checkpointing.model_card import model_card
 from megatron_dapo.checkpointing.resume import verify_on_all_ranks
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import format_bytes
 from megatron_dapo.huggingface.model_spec import ModelSpec
 from megatron_dapo.huggingface.spec_reader import model_spec
 from megatron_dapo.platform.agreement import describe
-from megatron_dapo.storage.model_folder import HF, MEGATRON
+from megatron_dapo.storage.model_folder import HF, MEGATRON, ModelFolder
+from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.closing_table import read_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +82,8 @@ def read_spec(folder: str | Path, option: str, spec_of: Callable[[dict, str], Mo
 def _no_model(folder: Path) -> str:
     """Return why there is no config.json, as the end of a sentence."""
     if not folder.is_dir():
-        return "is not a folder here; correct the path, or download the model: hf download NAME --local-dir DIR."
+        command = ModelFolder.of(folder).download() or "hf download NAME --local-dir DIR"
+        return f"is not a folder here; correct the path, or download the model: {command}."
     if (folder / MEGATRON).is_dir():
         return "is a Megatron checkpoint; give the folder of a Hugging Face checkpoint."
     if inner := sorted(folder.glob("snapshots/*/config.json")):
@@ -148,6 +152,21 @@ def read_conversion(folder: Path) -> dict | None:
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except ValueError as error:
         raise _damaged(file, error) from error
+
+
+def card_of(folder: Path) -> str | None:
+    """Return the model card of a training checkpoint; None of a converted model, which is its
+    source. Raises UserError."""
+    if not (folder / TRAINER_STATE).is_file():
+        return None
+    state, run = read_trainer_state(folder), RunFolder.holding(folder)
+    records: list[dict] = []
+    with suppress(OSError):  # a checkpoint may be copied without its run's metrics
+        records = read_metrics(run.metrics) if run else []
+    try:
+        return model_card(state["config"], state["step"], records, read_manifest(folder).versions)
+    except Exception as error:  # another program's
+        raise _damaged(folder / TRAINER_STATE, error) from error
 
 
 def _damaged(file: Path, error: Exception) -> UserError:

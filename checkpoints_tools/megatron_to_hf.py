@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from checkpoints_tools.command_line import at_least
 from checkpoints_tools.converted import (
     DTYPE_CHOICES,
+    card_of,
     check_output,
     dtype_name,
     open_checkpoint,
@@ -26,6 +27,7 @@ from checkpoints_tools.converted import (
     stored_dtype,
     torch_dtype,
 )
+from checkpoints_tools.hub import open_repository, push
 from checkpoints_tools.job import ConversionRanks, run
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
@@ -74,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
         help="convert the critic of a PPO run, to a token classifier of one label, for reward.model.path or "
         "critic.model.path; DIR: the run's critic.model.path, if it had one",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="OWNER/NAME",
+        help="then send the folder to this repository of the Hub, made private if there is none; the token is HF_TOKEN",
+    )
     parser.add_argument("--tp", type=at_least(1), metavar="N", help="how the processes cut the model: tensor parallel")
     parser.add_argument("--pp", type=at_least(1), metavar="N", help="... pipeline parallel (default: all of them)")
     return parser
@@ -108,14 +115,19 @@ def convert(job: ConversionRanks, arguments: argparse.Namespace) -> None:
     folder, part, source, spec, stored = job.on_all_ranks(checked_source)
     dtype = torch_dtype(arguments.dtype) or stored
     plan = file_plan(None if is_critic else folder, spec, dtype, arguments.max_file_size)
-    job.on_main_rank(lambda: check_output(arguments.output, plan.num_bytes))
+    out, name = arguments.output, arguments.push_to_hub
+    job.on_main_rank(lambda: check_output(out, plan.num_bytes))
+    card = None if is_critic else job.on_main_rank(lambda: card_of(folder))
+    repository = job.on_main_rank(lambda: open_repository(name)) if name else None
     require_contents(job, folder)
     with job.layout(spec, arguments.tp, arguments.pp) as layout:
         model = load_model(job, folder / part, spec, stored, layout)
         with percentage("writing") as done:
-            export_hf(model, layout, source, arguments.output, plan=plan, dtype=dtype, replace=False, progress=done)
+            export_hf(model, layout, source, out, plan=plan, dtype=dtype, replace=False, readme=card, progress=done)
     if job.is_main:
-        print_line(f"{arguments.output}: written in {time.monotonic() - start:.1f} s")
+        print_line(f"{out}: written in {time.monotonic() - start:.1f} s")
+    if name and (address := job.on_main_rank(lambda: push(repository or name, out))):
+        print_line(f"{address}: sent")
 
 
 def file_plan(folder: Path | None, spec: ModelSpec, dtype, max_file_size: int | None = None) -> "FilePlan":

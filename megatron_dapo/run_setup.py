@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
+from megatron_dapo.checkpointing.config_changes import config_to_plain
+from megatron_dapo.checkpointing.manifest import package_versions
+from megatron_dapo.checkpointing.model_card import model_card
 from megatron_dapo.checkpointing.resume import Start
 from megatron_dapo.checkpointing.run_checkpoints import TrainedModel, choose_start
 from megatron_dapo.checkpointing.run_lock import RunLock
@@ -21,6 +24,7 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.platform.watchdog import Watchdog
 from megatron_dapo.storage.model_folder import ModelFolder
 from megatron_dapo.storage.run_folder import RunFolder
+from megatron_dapo.telemetry.closing_table import read_metrics
 from megatron_dapo.telemetry.machine import write_machine
 from megatron_dapo.telemetry.telemetry import Telemetry
 from megatron_dapo.training.critic import Critic
@@ -91,9 +95,17 @@ def save_model(config: Config, run: RunFolder, layout: ParallelLayout, model: Mo
     """Write the trained model as a Hugging Face checkpoint, and its adapters, if any, as a PEFT
     folder. Collective; raises UserError on all ranks."""
     source = ModelFolder.of(config.actor_rollout_ref.model.path).hf
-    export_hf(model, layout, source, run.model)
+    card = _card(config, run) if layout.rank == 0 else None
+    export_hf(model, layout, source, run.model, readme=card)
     if model.lora is not None:
         export_adapters(model, layout, str(source), run.adapter)
+
+
+def _card(config: Config, run: RunFolder) -> str:
+    records: list[dict] = []
+    with suppress(OSError):  # a model without figures is better than none
+        records = read_metrics(run.metrics)
+    return model_card(config_to_plain(config), config.trainer.total_training_steps, records, package_versions())
 
 
 def trained_model(folder: str, part: Policy | Critic) -> TrainedModel:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from launch.acceptance.ladder import LADDER
+from launch.acceptance.ladder import LADDER, MODEL
 from launch.acceptance.report import GREEN, NOT_REACHED, RED, SKIPPED, RungResult, summary, write_report
 from launch.acceptance.rung import Attempt, Inputs, Red, Rung
 from launch.acceptance.sizes import MIN_GPU_BANDWIDTH, SYNTHETIC, measured, sizes_of
@@ -82,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inputs(arguments: argparse.Namespace, overrides: list[str]) -> Inputs:
     """Raises UserError with every mistake."""
+    if not MODEL.is_dir():
+        raise UserError(
+            "The rungs train the model of examples/arithmetic, and run benchmarks and tests, which the installed "
+            "package does not have; clone the repository, and run make setup there (docs/install.md)."
+        )
     recipe: tuple[str, ...] = ()
     if arguments.config:
         small = [*overrides, *measured(checked_config(arguments.config, [*overrides, SYNTHETIC]))]

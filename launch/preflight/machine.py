@@ -61,6 +61,8 @@ def _version(package: str) -> str:
 
 
 def _revision() -> str:
+    if not (REPOSITORY / ".git").exists():  # of an installed package git would name a repository around it
+        return _version("megatron_dapo")
     # another user may own the checkout, which git would then refuse to read
     command = ["git", "-c", f"safe.directory={REPOSITORY}", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD"]
     try:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_dapo.agents.call_marks import CALL_MARKS
 from megatron_dapo.agents.conversation import AnswerText
 from megatron_dapo.common.import_path import import_attribute
 
@@ -15,15 +16,6 @@ Parser = str | Callable | None
 """SGLang's name, or a function: (text, tools) -> (other text, [(name, arguments), ...]) for calls,
 text -> (thoughts, other text) for thoughts. It raises for an ill-formed text."""
 
-# SGLang's parser -> the marks of a call; a malformed call is lost, or a half one is taken for whole
-_MARKS = {
-    **dict.fromkeys(("qwen25", "hermes", "qwen3_coder", "glm45", "glm47"), ("<tool_call>", "</tool_call>")),
-    **dict.fromkeys(("deepseekv3", "deepseekv31"), ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")),
-    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_end|>"),
-    "mistral": ("[TOOL_CALLS]",),
-    "llama3": ("<|python_tag|>",),
-    "gpt-oss": (" to=functions.",),
-}
 # SGLang 0.5.23's route fails for glm47; glm45 reads its calls with a newline behind the name
 _GLM47_NAME = re.compile(r"(<tool_call>[^<\n]+)(?=<)")
 _UNMARKED = "llama3"  # it reads a bare JSON object, too
@@ -97,7 +89,7 @@ async def _calls(text: str, tools: Any, parse: Parse, parser: Parser) -> tuple[s
     if not isinstance(parser, str):
         rest, calls = _called(parser, text, tools)
         return str(rest), [(str(name), words if isinstance(words, str) else json.dumps(words)) for name, words in calls]
-    if parser != _UNMARKED and parser in _MARKS and not any(mark in text for mark in _MARKS[parser]):
+    if parser != _UNMARKED and parser in CALL_MARKS and not any(mark in text for mark in CALL_MARKS[parser]):
         return text, []
     if parser == "glm47":
         parser, text = "glm45", _GLM47_NAME.sub(r"\1\n", text)
@@ -111,7 +103,7 @@ def _check(whole: str, reasoning: str, rest: str, content: str, calls: list[tupl
     """Raise ValueError if there are fewer calls than marks of calls, half a call, or text is lost."""
     # a thought may mention a mark, and so may an argument
     mentions = reasoning + "".join(arguments for _, arguments in calls)
-    marks = _MARKS.get(parser, ()) if isinstance(parser, str) else ()
+    marks = CALL_MARKS.get(parser, ()) if isinstance(parser, str) else ()
     counts = [whole.count(mark) - mentions.count(mark) for mark in marks] or [0]
     if max(counts) > len(calls) or min(counts) < max(counts) or not calls and content != rest:
         raise ValueError("a call was lost")

@@ -1,6 +1,6 @@
 """Advantages of whole responses, from the responses of one group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ class GroupRewards:
     """Shaped reward of a greedy response to the prompt, for an estimator that `needs_baseline`."""
     normalize_by_std: bool = True
     """`algorithm.norm_adv_by_std_in_grpo`."""
+    log_probs: tuple[Tensor, ...] = ()
+    """For an estimator of the user's own: of the tokens of each response, by its server, [T_i]
+    float32; of a trajectory's branches, one after the other."""
+    masks: tuple[Tensor, ...] = ()
+    """For the same: 1 at the model's tokens; 0, with log-probs of 0, at an environment's."""
+    extra_info: dict = field(default_factory=dict)
+    """For the same: of the prompt's row."""
 
 
 def grpo(group: GroupRewards) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.import_path import import_attribute
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,17 +48,6 @@ SequenceLossFunction = Callable[[Sequence[LossSequence]], SequenceLossAnswer]
 
 It gets the sequences with tokens to learn from, at least one. Sequences lie whole in a micro-batch.
 """
-
-
-def load_loss_function(key: str, path: str) -> SequenceLossFunction:
-    """Import `package.module:function`, the value of a config key.
-
-    Raises UserError with one sentence if it is no function.
-    """
-    function = import_attribute(key, path, "package.module:function")
-    if not callable(function):
-        raise UserError(f"{key}: {path!r} is no function but {type(function).__name__}.")
-    return function
 
 
 def checked_answer(key: str, answer: Any) -> SequenceLossAnswer:

@@ -70,6 +70,11 @@ class Findings:
         return Findings((*self.damage, *more), self.extra)
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of this program and the packages that decide its results."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
 def file_names(folder: Path) -> list[str]:
     """Return every file below the folder but the manifest, as paths inside it, sorted."""
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
@@ -92,7 +97,7 @@ def write_manifest(
         files: the records of all files, if known (see `seal`); None: made here.
     """
     records = _records(folder, file_names(folder), flush) if files is None else dict(sorted(files.items()))
-    manifest = Manifest(records, tuple(contents), {name: importlib.metadata.version(name) for name in _PACKAGES})
+    manifest = Manifest(records, tuple(contents), package_versions())
     for inner in sorted({(folder / name).parent for name in records}):
         flush_to_disk(inner)
     content = asdict(manifest)

@@ -1,11 +1,13 @@
 """The checkpoints of a training run, for its loop: the start, the saves, the stop."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.algorithms.kl import FixedKLController
+from megatron_dapo.checkpointing.checkpoint_hook import load_hook
 from megatron_dapo.checkpointing.config_changes import config_hash, config_to_plain
 from megatron_dapo.checkpointing.earlier_run import remove_later_dumps, set_aside
 from megatron_dapo.checkpointing.folders import add_controller_state, read_controller_state, remove_leftovers
@@ -91,7 +93,8 @@ class RunCheckpoints:
         self._layout = layout
         self._trained = trained
         self._start = start
-        self._saver = Saver(layout.agreement, self._write_tensors, config.trainer, contents_of(config))
+        hook = load_hook(config.trainer.checkpoint_hook, self._report)
+        self._saver = Saver(layout.agreement, self._write_tensors, config.trainer, contents_of(config), hook)
         self._stop = StopRequest(run.stop, layout.agreement)
         self._num_optimizer_steps = start.state.get("num_optimizer_steps", 0)
         self._saved: int | None = None
@@ -296,7 +299,7 @@ class RunCheckpoints:
         assert self._trained.rollout is not None, "rank 0 has the rollout"
         return self._trained.rollout
 
-    def _report(self, lines: list[str]) -> None:
+    def _report(self, lines: Sequence[str]) -> None:
         print_line("\n".join(lines))
         with suppress(OSError), self._run.log("checkpoints").open("a", encoding="utf-8") as log:
             # said already

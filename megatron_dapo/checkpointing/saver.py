@@ -46,6 +46,7 @@ class Saver:
         write_tensors: Callable[[Path], Sequence[PendingSave]],
         trainer: TrainerConfig,
         contents: Sequence[str] = CONTENTS,
+        on_published: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         """Begin nothing yet.
 
@@ -54,7 +55,10 @@ class Saver:
                 folder.
             trainer: has the keys keep_last and keep_every; see `folders.retire`.
             contents: the parts that the manifest names.
+            on_published: called on rank 0 with each checkpoint in its place, before old ones are
+                deleted; raises nothing.
         """
+        self._on_published = on_published
         self._agreement = agreement
         self._write_tensors = write_tensors
         self._trainer = trainer
@@ -119,6 +123,7 @@ class Saver:
             def put_in_place() -> None:
                 write_manifest(saving.staged, self._contents, files)
                 publish(saving.staged, saving.final)
+                self._on_published(saving.final)
                 retire(saving.final, self._trainer.keep_last, self._trainer.keep_every)
 
             self._agreement.leader(f"publishing {saving.final}", put_in_place)

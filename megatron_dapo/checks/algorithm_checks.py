@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_dapo.checks.known_mistakes import known_mistakes
 from megatron_dapo.checks.length_checks import longest_in_words
-from megatron_dapo.config.built_ins import IMPORT_PATH, POLICY_LOSSES, estimators_with, policy_losses_with
+from megatron_dapo.config.built_ins import POLICY_LOSSES, estimators_with, policy_losses_with
 from megatron_dapo.config.derived import (
     advantage_estimator,
     clip_keys,
@@ -258,6 +258,15 @@ def _kl_below_zero(config: Config) -> Iterator[str]:
         yield from _below_zero(config, f"{KL_CTRL}.kl_coef", "0")
 
 
+def _kl_beside_own_estimator(config: Config) -> Iterator[str]:
+    if uses_kl_in_reward(config) and advantage_estimator(config).is_own:
+        yield (
+            f"{KL_CTRL}.kl_coef is {config.algorithm.kl_ctrl.kl_coef:g}, a penalty in the reward, but {ESTIMATOR} is "
+            f"{config.algorithm.adv_estimator}, which gets the rewards before the models have scored them; set kl_coef "
+            f"to 0, and {ACTOR}.use_kl_loss to true for a KL in the loss."
+        )
+
+
 def _reward_model_below_zero(config: Config) -> Iterator[str]:
     if config.reward.model.path is not None:
         yield from _below_zero(config, "reward.model.path", "null")
@@ -398,12 +407,6 @@ def _why_none(config: Config) -> str:
     return "with one optimizer step per rollout step they are the current ones"
 
 
-def loss_function(config: Config) -> Iterator[str]:
-    path = config.actor_rollout_ref.actor.loss_function
-    if path is not None and not IMPORT_PATH.fullmatch(path):
-        yield f"{LOSS_FUNCTION} is {path!r}, which is not of the form package.module:function; correct it."
-
-
 def terms_beside_loss_function(config: Config) -> Iterator[str]:
     """Yield the mistakes of keys with no place beside a loss function of the user's own."""
     if config.actor_rollout_ref.actor.loss_function is not None:
@@ -441,6 +444,7 @@ ALGORITHM_CHECKS = (
     _estimators,
     _punishment_below_zero,
     _kl_below_zero,
+    _kl_beside_own_estimator,
     _reward_model_below_zero,
     _off_policy_clip,
     _replay_estimator,
@@ -453,6 +457,5 @@ ALGORITHM_CHECKS = (
     _reference,
     _replay_of_servers_experts,
     _replay_of_old_experts,
-    loss_function,
     terms_beside_loss_function,
 )

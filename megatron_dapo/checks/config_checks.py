@@ -187,6 +187,14 @@ def _run_folder_name(config: Config) -> Iterator[str]:
     )
 
 
+def _own_order(config: Config) -> Iterator[str]:
+    if ":" in config.data.curriculum and config.data.mixture:
+        yield (
+            f"data.curriculum is {config.data.curriculum}, which orders the prompts of all files, but data.mixture "
+            f"gives the files shares; leave one out."
+        )
+
+
 def _reward_environment(config: Config) -> Iterator[str]:
     yield from variable_names("reward.pass_env", config.reward.pass_env)
 
@@ -354,6 +362,7 @@ CHECKS = (
     mixture,
     pass_rate,
     _mixture_with_replay,
+    _own_order,
     _batches,
     *REWARD_CHECKS,
 )

@@ -16,9 +16,9 @@ from megatron_dapo.algorithms.sequence_loss import (
     LossSequence,
     SequenceLossFunction,
     checked_answer,
-    load_loss_function,
 )
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 
 _LENGTHS = (3, 5)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     sentences: list[str] = []
     try:
-        _try_loss(load_loss_function(LOSS_FUNCTION, arguments.path), arguments.reference, arguments.entropy)
+        _try_loss(OwnFunction.load(LOSS_FUNCTION, arguments.path).function, arguments.reference, arguments.entropy)
     except UserError as error:
         sentences = error.sentences
     arguments.answer.write_text(json.dumps(sentences), encoding="utf-8")

@@ -15,8 +15,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.import_path import fault_without_import
 from megatron_dapo.config.built_ins import IMPORT_PATH
 from megatron_dapo.config.derived import uses_servers
-from megatron_dapo.config.key_names import LOSS_FUNCTION, MEGATRON, MULTI_TURN
-from megatron_dapo.config.keys import value_of
+from megatron_dapo.config.key_names import MEGATRON, MULTI_TURN
+from megatron_dapo.config.keys import known_keys, value_of
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.huggingface.lora_settings import lora_settings
 from megatron_dapo.huggingface.peft_config import adapter_faults
@@ -268,8 +268,16 @@ def _server_key(config: Config) -> Iterator[str]:
             yield from error.sentences
 
 
-def _own_loss(config: Config) -> Iterator[str]:
-    yield from _not_there(LOSS_FUNCTION, config.actor_rollout_ref.actor.loss_function)
+def _own_code(config: Config) -> Iterator[str]:
+    for key in known_keys().values():
+        if key.takes_import_path:
+            yield from known_mistakes([_own_code_of], config, key.name)
+
+
+def _own_code_of(config: Config, key: str) -> Iterator[str]:
+    value = value_of(config, key)
+    for path in value if isinstance(value, list) else [value]:
+        yield from _not_there(key, path)
 
 
 def _own_reward(config: Config) -> Iterator[str]:
@@ -307,7 +315,7 @@ MACHINE_CHECKS = (
     _reward_model_key,
     own_host,
     *SHARED_GPU_CHECKS,
-    _own_loss,
+    _own_code,
     _code_of_rollout,
 )
 EVALUATION_CHECKS = (

@@ -15,8 +15,9 @@ MAX_DEPTH = 100
 _MAX_DIGITS = 300  # of an integer that a float holds
 
 
-def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """Return the current content of a regular file; never wait for a pipe or a device.
+def read_bytes(path: str | Path, max_bytes: int, *, of_end: bool = False) -> bytes:
+    """Return the current content of a regular file, of_end: at most its last max_bytes; never wait
+    for a pipe or a device.
 
     Raises:
         OSError: if the file is unreadable, not regular or larger than max_bytes; strerror says
@@ -27,9 +28,11 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > max_bytes:
+        if of_end:
+            file.seek(max(0, status.st_size - max_bytes))
+        elif status.st_size > max_bytes:
             raise OSError(errno.EFBIG, f"larger than {max_bytes >> 20} MiB", str(path))
-        return file.read(status.st_size)
+        return file.read(min(status.st_size, max_bytes))
 
 
 def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:

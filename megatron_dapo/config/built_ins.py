@@ -43,6 +43,8 @@ class Estimator:
     """It reads `algorithm.norm_adv_by_std_in_grpo`."""
     divides_by_mean: bool = False
     """It divides by the mean of the group's rewards: none may be negative."""
+    is_own: bool = False
+    """The user's, by import path: it gets log-probs and extra_info too, and may answer per token."""
 
 
 _OF_GROUPS, _OF_TOKENS = "megatron_dapo.algorithms.estimators", "megatron_dapo.algorithms.gae"
@@ -103,6 +105,11 @@ POLICY_LOSSES = {  # actor_rollout_ref.actor.policy_loss
         divergence=0.05,
     ),
 }
+
+
+def estimator_of(name: str) -> Estimator:
+    """Return the row of a built-in name, or one of a function of the user's own."""
+    return ESTIMATORS.get(name) or Estimator(name, is_own=True)
 
 
 def estimators_with(**needs: bool) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.common.rank_coordinates import RankCoordinates
 from megatron_dapo.common.sizes import round_up
-from megatron_dapo.config.built_ins import ESTIMATORS, Estimator
+from megatron_dapo.config.built_ins import Estimator, estimator_of
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig
 from megatron_dapo.config.schema.config import Config
 
@@ -240,7 +240,7 @@ def num_optimizer_steps_per_rollout_step(config: Config) -> int:
 
 
 def advantage_estimator(config: Config) -> Estimator:
-    return ESTIMATORS[config.algorithm.adv_estimator]
+    return estimator_of(config.algorithm.adv_estimator)
 
 
 def uses_critic(config: Config) -> bool:

@@ -31,6 +31,10 @@ Later overrides win. Values are read as YAML 1.2 (`1e-6` is a number, `on` is a 
 it stands. What is not given has the default below. Unknown keys, wrong types and contradictions are reported together
 before anything starts; `--dry-run` shows the resolved config and the process plan.
 
+An editor with a YAML language server completes the recipes' keys, shows their meaning and marks mistakes, by the schema
+that their first line names. For a file elsewhere: `python -m megatron_dapo config-schema > schema.json` beside it, and
+`# yaml-language-server: $schema=schema.json` as its first line.
+
 A key that has no effect must keep its default, unless a file has its switch at false; on the command line it is
 refused. What "may change on resume" may differ from the run that wrote the checkpoint; any other change has to be named
 in `trainer.accept_changes`.
@@ -78,11 +82,15 @@ def config_reference() -> str:
 
 
 def _row(key: Key) -> str:
-    section, _, name = key.name.rpartition(".")
+    cells = (f"`{key.name.rpartition('.')[2]}`", key.allowed, f"`{_default(key)}`", key_meaning(key))
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
+
+
+def key_meaning(key: Key) -> str:
+    """Return the meaning of a key and its own rules, on one line."""
+    section = key.name.rpartition(".")[0]
     rules = _rules(key.rules, section_rules()[section], section)
-    meaning = f"{key.doc} {rules}".replace("\n", " ").strip()
-    cells = (f"`{name}`", key.allowed, f"`{_default(key)}`", meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return f"{key.doc} {rules}".replace("\n", " ").strip()
 
 
 def _rules(rules: FieldRules, shown: FieldRules, section: str) -> str:

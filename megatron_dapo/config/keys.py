@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megatron_dapo.config.schema.base import Section
+from megatron_dapo.config.schema.base import ImportPath, Section
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.config.schema.rules import ActsIf, OnResume
 
@@ -57,6 +57,11 @@ class Key:
     @property
     def takes_null(self) -> bool:
         return type(None) in get_args(self.annotation)
+
+    @property
+    def takes_import_path(self) -> bool:
+        """Return whether the key may name code of the user's own, beside built-in names or alone."""
+        return _has_import_path(self.annotation)
 
     @property
     def is_mapping(self) -> bool:
@@ -195,11 +200,17 @@ def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+def _has_import_path(annotation: Any) -> bool:
+    return annotation == ImportPath or any(map(_has_import_path, get_args(annotation)))
+
+
 def _in_words(annotation: Any, metadata: Sequence[Any] = (), plural: bool = False) -> str:
     """Return the words for a type and its bounds: `PositiveInt | None` becomes "a whole number > 0,
     or null"."""
     origin = get_origin(annotation)
     args = get_args(annotation)
+    if annotation == ImportPath:
+        return "package.module:name"
     if origin is Annotated:
         return _in_words(args[0], [m for arg in args[1:] for m in _constraints(arg)], plural)
     if origin is Literal:

@@ -19,7 +19,8 @@ import torch
 from megatron_dapo.algorithms.estimators import GroupRewards
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.sizes import ceil_div
-from megatron_dapo.config.built_ins import ESTIMATORS
+from megatron_dapo.config.built_ins import estimator_of
+from megatron_dapo.data.own_estimator import Advantage, by_branch, load_own_estimator, own_estimates
 from megatron_dapo.data.samples import Branch, Group, Sample
 from megatron_dapo.data.token_arrays import (
     EXPERT,
@@ -48,7 +49,8 @@ class TrainSample:
     tokens: np.ndarray  # int32
     loss_mask: np.ndarray  # uint8, 0 or 1
     rollout_log_probs: np.ndarray  # float32, by the server; 0 outside the response
-    advantage: float  # the same for every token of the response
+    # the same for every token of the response, or [L], by an estimator of the user's own
+    advantage: Advantage
     # int32, of the weights behind token t + 1; [1] for one version throughout
     weight_versions: np.ndarray
     exp_mask: bool = False  # replayed: rollout_log_probs are of the policy that wrote it
@@ -74,6 +76,8 @@ class SampleReward(NamedTuple):
     baseline: float | None = None  # shaped reward of one greedy answer to the group's prompt
     keep: bool = True  # False: the group's advantages are 0 under every estimator
     factors: tuple[float, ...] = (1.0,)  # of the advantage, by row
+    branches: tuple[Branch, ...] = ()  # for an estimator of the user's own
+    extra_info: Mapping | None = None  # for the same: the prompt's
 
 
 Credit = Callable[[Sample], Sequence[float]]
@@ -125,11 +129,11 @@ def assemble(
     would divide, for a missing reward of a greedy answer, and for several branches with an
     estimator per token.
     """
-    rewards = sample_rewards(groups, credit)
+    row = estimator_of(estimator)
+    rewards = sample_rewards(groups, credit, with_tokens=row.is_own)
     for earned in rewards.values():
         _check_reward(earned, estimator)
-    is_per_token = ESTIMATORS[estimator].per_token
-    advantages = {} if is_per_token else group_estimates(rewards, estimator, normalize_by_std)
+    advantages = {} if row.per_token else group_estimates(rewards, estimator, normalize_by_std)
     rows: list[TrainSample] = []
     for sample in (sample for group in groups for sample in group.samples):
         is_left_out = filter_truncated and sample.is_truncated
@@ -139,7 +143,9 @@ def assemble(
     return rows
 
 
-def sample_rewards(groups: Iterable[Group], credit: Credit | None = None) -> dict[int, SampleReward]:
+def sample_rewards(
+    groups: Iterable[Group], credit: Credit | None = None, with_tokens: bool = False
+) -> dict[int, SampleReward]:
     """Return the rewards of all samples by sample_id, that of the first row, in order."""
     members = [(group, sample) for group in groups for sample in group.samples]
     firsts = accumulate((len(sample.branches) for _, sample in members), initial=0)
@@ -153,28 +159,39 @@ def sample_rewards(groups: Iterable[Group], credit: Credit | None = None) -> dic
             baseline=group.baseline_reward,
             keep=group.keep,
             factors=tuple(credit(sample)) if credit else (1.0,) * len(sample.branches),
+            branches=sample.branches if with_tokens else (),
+            extra_info=group.prompt.extra_info if with_tokens else None,
         )
         for group, sample in members
     )
     return dict(zip(firsts, rewards, strict=False))
 
 
-def group_estimates(rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool) -> dict[int, float]:
-    """Return sample_id -> advantage of every row by an estimator per response; 0 in groups that are
-    not kept.
+def group_estimates(
+    rewards: Mapping[int, SampleReward], estimator: str, normalize_by_std: bool
+) -> dict[int, Advantage]:
+    """Return sample_id -> advantage of every row by an estimator of groups; 0 in groups that are
+    not kept. It is an array of the row's response only by one of the user's own, per token.
 
     The samples of a group have one uid; a sample counts once, however many rows it has.
     """
-    estimate = pkgutil.resolve_name(ESTIMATORS[estimator].function)
+    row = estimator_of(estimator)
     members: dict[str, list[int]] = {}
     for sample_id, earned in rewards.items():
         members.setdefault(earned.uid, []).append(sample_id)
-    advantages: dict[int, float] = {}
-    for ids in members.values():
+    advantages: dict[int, Advantage] = {}
+    for uid, ids in members.items():
         of_group = _group_rewards([rewards[i] for i in ids], normalize_by_std)
-        estimates = estimate(of_group) * float(rewards[ids[0]].keep)
-        for first, advantage in zip(ids, estimates.tolist(), strict=True):
-            advantages |= {first + place: factor * advantage for place, factor in enumerate(rewards[first].factors)}
+        estimates: Sequence[Advantage]
+        if row.is_own:
+            estimates = own_estimates(load_own_estimator(estimator), of_group, uid)
+        else:
+            estimates = pkgutil.resolve_name(row.function)(of_group).tolist()
+        for first, estimate in zip(ids, estimates, strict=True):
+            earned = rewards[first]
+            parts = by_branch(estimate, earned.branches)
+            for place, (factor, part) in enumerate(zip(earned.factors, parts, strict=False)):
+                advantages[first + place] = factor * part * earned.keep
     return advantages
 
 
@@ -182,11 +199,23 @@ def _group_rewards(members: Sequence[SampleReward], normalize_by_std: bool) -> G
     rows = [(each.reward, each.correct, each.num_tokens, each.num_counted) for each in members]
     columns = torch.tensor(list(zip(*rows, strict=True)), dtype=torch.float64)
     rewards, correct, num_tokens, num_counted = columns
-    return GroupRewards(rewards, correct, num_tokens, num_counted, members[0].baseline, normalize_by_std)
+    first = members[0]
+    return GroupRewards(
+        *(rewards, correct, num_tokens, num_counted, first.baseline, normalize_by_std),
+        log_probs=tuple(_of_tokens(each, "rollout_log_probs") for each in members if each.branches),
+        masks=tuple(_of_tokens(each, "loss_mask") for each in members if each.branches),
+        extra_info=dict(first.extra_info or {}),
+    )
+
+
+def _of_tokens(earned: SampleReward, name: str) -> torch.Tensor:
+    """Return an array of all branches, one after the other, [T] float32."""
+    return torch.tensor(np.concatenate([getattr(branch, name) for branch in earned.branches]), dtype=torch.float32)
 
 
 def _check_reward(earned: SampleReward, estimator: str) -> None:
-    if ESTIMATORS[estimator].needs_baseline and earned.baseline is None:
+    row = estimator_of(estimator)
+    if row.needs_baseline and earned.baseline is None:
         raise UserError(
             f"Group {earned.uid} has no reward of a greedy answer, which algorithm.adv_estimator={estimator} compares "
             f"with; sample it again with {estimator}, or choose another estimator for this batch."
@@ -197,13 +226,13 @@ def _check_reward(earned: SampleReward, estimator: str) -> None:
                 f"A response of group {earned.uid} has the reward {reward}: no advantage can be computed from it; "
                 f"correct the function that reward.function names, so that it returns finite numbers only."
             )
-    if ESTIMATORS[estimator].divides_by_mean and earned.reward < 0:
+    if row.divides_by_mean and earned.reward < 0:
         raise UserError(
             f"A response of group {earned.uid} has the reward {earned.reward:g}, but algorithm.adv_estimator is "
             f"{estimator}, which divides by the mean of rewards; let reward.function give wrong answers 0, "
             f"or choose another estimator."
         )
-    if ESTIMATORS[estimator].per_token and len(earned.factors) > 1:
+    if row.per_token and len(earned.factors) > 1:
         raise UserError(
             f"A response of group {earned.uid} has {len(earned.factors)} branches, but algorithm.adv_estimator is "
             f"{estimator}, which estimates each token of one sequence; choose an estimator per response, such as grpo."
@@ -264,7 +293,7 @@ def _by_group(samples: Iterable[TrainSample]) -> dict[str, list[TrainSample]]:
 
 
 def _train_sample(
-    index: int, sample: Sample, branch: Branch, advantage: float, counts: Sequence[int], place: int
+    index: int, sample: Sample, branch: Branch, advantage: Advantage, counts: Sequence[int], place: int
 ) -> TrainSample:
     """Return the row of a branch. counts: tokens with a loss of all branches; place: this one's."""
     assert len(branch.prompt_tokens), f"sample {sample.uid}: without a prompt nothing predicts the first token"
@@ -287,7 +316,7 @@ def _train_sample(
         tokens=joined(TOKEN, branch.prompt_tokens, branch.response_tokens),
         loss_mask=aligned(branch.loss_mask if counts[place] else np.zeros_like(branch.loss_mask), MASK),
         rollout_log_probs=aligned(branch.rollout_log_probs, LOG_PROB),
-        advantage=advantage,
+        advantage=aligned(advantage, LOG_PROB) if isinstance(advantage, np.ndarray) else advantage,
         # a third of the bytes sent to the ranks, and nearly always one number
         weight_versions=versions[:1] if has_one_value(versions) else aligned(versions, VERSION),
         exp_mask=sample.exp_mask,

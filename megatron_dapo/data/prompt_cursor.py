@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.run import DataConfig
+from megatron_dapo.data.own_order import KEY, OwnOrder
 from megatron_dapo.data.prompt_dataset import PromptDataset
 from megatron_dapo.data.samples import Prompt
 
@@ -135,6 +136,8 @@ class PromptCursor:
             "content": "the content of the prompts, as a hash,",
             "curriculum": "data.curriculum, or the difficulties as a hash,",
         }
+        if "own_order" in state:
+            raise UserError(f"{KEY} was {state['own_order']} when the checkpoint was written; {_CANNOT_GO_ON}")
         if "mixture" in state:
             raise UserError(f"data.mixture was set when the checkpoint was written and is empty now; {_CANNOT_GO_ON}")
         changed = [
@@ -260,9 +263,11 @@ def _digest(difficulties: Sequence[float]) -> str:
 def make_cursor(data: DataConfig, dataset: PromptDataset) -> Cursor:
     """Return the cursor of the training files.
 
-    Raises UserError for a file of a mixture without prompts.
+    Raises UserError for a file of a mixture without prompts, and for a class of the user's own.
     """
     prompts = dataset.prompts
+    if ":" in data.curriculum:
+        return OwnOrder(data.curriculum, prompts, data.seed, content_of(prompts))
     sizes = [file.num_kept for file in dataset.report] if data.mixture else [len(prompts)]
     for file in dataset.report if data.mixture else ():
         if not file.num_kept:

@@ -167,6 +167,7 @@ def export_hf(
     plan: FilePlan | None = None,
     dtype: torch.dtype | None = None,
     replace: bool = True,
+    readme: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write the model as a Hugging Face checkpoint.
@@ -181,6 +182,7 @@ def export_hf(
             every layout).
         dtype: of the files (standard: the model's).
         replace: put it in the place of an existing folder.
+        readme: of rank 0, the text of its README.md; None: without one.
         progress: called with this rank's bytes, written and in all.
     """
     dtype = dtype or model.config.params_dtype
@@ -192,6 +194,8 @@ def export_hf(
             _name_as_classifier(staging / "config.json")
         if index := plan.index_json(num_bytes):
             write_whole(staging / INDEX, index)
+        if readme is not None:
+            write_whole(staging / "README.md", readme)
 
     folder = StagedFolder(out, replace=replace)
     source = WeightSource(model, layout)

@@ -444,7 +444,8 @@ def _line_of(frame: FrameType | None) -> str:
     `megatron_dapo/training/policy.py:88`, or ""."""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_REPOSITORY) and "site-packages" not in name:
-            return f"{name.removeprefix(_REPOSITORY)}:{frame.f_lineno}"
+        own = name.removeprefix(_REPOSITORY)
+        if own.startswith("megatron_dapo/") or (own != name and "site-packages" not in name):
+            return f"{own}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -2,9 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.config.derived import gen_batch_size, replaces_groups, uses_dynamic_sampling
+from megatron_dapo.config.key_names import SAMPLING
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.data.samples import Sample
 from megatron_dapo.queue.group_queue import FilterReason, GroupQueue, QueueLimits
 
 
@@ -61,6 +65,31 @@ def by_spread(metric: str) -> FilterReason:
     return lambda samples: None if has_spread([getattr(sample, name) for sample in samples]) else "uniform"
 
 
+def by_own(path: str) -> FilterReason:
+    """Return the rule of a function of the user's own, imported here; its reason is own.
+
+    UserError is raised here, or by the rule, for anything but true or false.
+    """
+    function = OwnFunction.load(f"{SAMPLING}.filter_mode", path)
+
+    def reason(samples: Sequence[Sample]) -> str | None:
+        has_signal = function(_yes_or_no, "true or false", f"group {samples[0].uid}", samples)
+        return None if has_signal else "own"
+
+    return reason
+
+
+def _yes_or_no(answer: Any) -> bool:
+    if answer not in (True, False):  # numpy's too
+        raise ValueError(answer)
+    return bool(answer)
+
+
+def _rule(mode: str) -> FilterReason:
+    make = by_spread if mode in FILTER_METRICS else by_correctness if mode in FILTER_MODES else by_own
+    return make(mode)
+
+
 def make_queue(config: Config) -> GroupQueue:
     """Return the queue of the config.
 
@@ -76,16 +105,16 @@ def make_queue(config: Config) -> GroupQueue:
     )
     if not uses_dynamic_sampling(config):
         return GroupQueue(limits, by_correctness("none"))
-    rule = by_spread if sampling.filter_mode in FILTER_METRICS else by_correctness
+    rule = _rule(sampling.filter_mode)
     if not replaces_groups(config):
-        return GroupQueue(replace(limits, masks=True), rule(sampling.filter_mode))
+        return GroupQueue(replace(limits, masks=True), rule)
     limits = replace(
         limits,
         gen_batch_size=gen_batch_size(config),
         max_num_gen_batches=sampling.max_num_gen_batches,
         on_exhausted=sampling.on_exhausted,
     )
-    return GroupQueue(limits, rule(sampling.filter_mode))
+    return GroupQueue(limits, rule)
 
 
 def filter_in_words(config: Config) -> str:

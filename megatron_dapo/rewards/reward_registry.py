@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from megatron_dapo.common.errors import UserError
-from megatron_dapo.common.import_path import import_attribute
-from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, ESTIMATORS
+from megatron_dapo.common.own_function import OwnFunction
+from megatron_dapo.config.built_ins import BUILT_IN_REWARDS, BY_DATA_SOURCE, estimator_of
 from megatron_dapo.data.samples import Prompt
 from megatron_dapo.rewards.code.cases import read_cases
 from megatron_dapo.rewards.forms import RewardForm, RewardRequest, Scored, arguments_of, form_of, results_of
@@ -101,7 +101,7 @@ def wrong_score(function: str, data_source: str, custom: float = 0.0) -> float:
 def check_estimator(estimator: str, function: str, data_sources: Iterable[str], custom: float = 0.0) -> None:
     """Raise UserError for a negative score of wrong answers by whose mean the estimator divides.
     custom: see `wrong_score`."""
-    if not ESTIMATORS[estimator].divides_by_mean:
+    if not estimator_of(estimator).divides_by_mean:
         return
     for source in data_sources:
         if (score := wrong_score(function, source, custom)) < 0:
@@ -117,10 +117,7 @@ def load(function: str) -> Callable[..., Any]:
     """Import the function of a built-in name or of a path `package.module:function`. Raises
     UserError."""
     path = BUILT_IN_REWARDS.get(function, function)
-    loaded = import_attribute("reward.function", path, "package.module:function", name=function)
-    if not callable(loaded):
-        raise UserError(f"reward.function: {function!r} is no function but {type(loaded).__name__}.")
-    return loaded
+    return OwnFunction.load("reward.function", path, name=function).function
 
 
 def form_of_name(function: str) -> RewardForm:
@@ -164,8 +161,8 @@ def score_response(
     ground_truth: str,
     extra_info: dict[str, Any],
 ) -> RewardResult:
-    """Call a function that scores one response in this process; return its verdict. See
-    `score_responses`."""
+    """Call a function (a built-in name or package.module:function) that scores one response in this
+    process; return its verdict. Raises UserError for an unknown one, besides any error of it."""
     [result] = score_responses(function, kwargs, [RewardRequest(data_source, response, ground_truth, extra_info)])
     return result
 

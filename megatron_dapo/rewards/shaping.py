@@ -1,9 +1,12 @@
-"""Overlong reward shaping: the linear soft punishment, or only a punishment of truncated
-responses."""
+"""Reward shaping: the linear soft punishment of long responses, or only one of truncated responses,
+and a function of the user's own after it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from megatron_dapo.common.own_function import OwnFunction, finite
 from megatron_dapo.config.schema.algorithm import OverlongRewardShapingConfig
+from megatron_dapo.data.samples import Prompt, Sample
 
 Shaping = Callable[[float, int, bool], float]
 """Raw reward, number of tokens, whether truncated -> shaped reward."""
@@ -51,3 +54,15 @@ def shape(
     if not is_truncated:
         return raw_reward
     return TRUNCATION_MODES[keys.soft_penalty_mode](raw_reward, keys.truncation_penalty)
+
+
+def reshaped(shaping: OwnFunction | None, sample: Sample, prompt: Prompt) -> Sample:
+    """Return the sample with the reward of the user's function (`reward.shaping`), if there is one.
+
+    Raises UserError for an exception of it, and for anything but a finite number.
+    """
+    if shaping is None:
+        return sample
+    return replace(
+        sample, reward=shaping(finite, "a finite number", f"a response of group {sample.uid}", sample, prompt)
+    )

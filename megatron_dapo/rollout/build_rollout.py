@@ -9,6 +9,7 @@ from typing import Any
 from megatron_dapo.agents.agent_pool import AgentPool
 from megatron_dapo.agents.gateways import Gateways, GatewaySettings
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.config.derived import may_give_own_reward, uses_overlong_shaping
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.prompt_dataset import PromptDataset
@@ -150,7 +151,8 @@ def make_sampler(
 ) -> Sampler:
     """Return the sampler of groups.
 
-    See `Sampler` for the arguments after the config. is_validation: told to agents.
+    See `Sampler` for the arguments after the config. is_validation: told to agents; without the
+    shaping of the user's own.
     """
     rollout = config.actor_rollout_ref.rollout
     play: Play = single_turn
@@ -158,6 +160,7 @@ def make_sampler(
         play = MultiTurn(environments, tokenizer, config.data, rollout.multi_turn).play
     elif environments is not None:
         play = AgentPlay(environments, servers, tokenizer, config.data, is_validation).play
+    shaped_by = None if is_validation else config.reward.shaping
     return Sampler(
         servers,
         rewards,
@@ -171,6 +174,7 @@ def make_sampler(
         scorers,
         routers,
         config.trainer.seed,
+        OwnFunction.load("reward.shaping", shaped_by) if shaped_by else None,
     )
 
 

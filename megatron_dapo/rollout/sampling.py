@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
 from megatron_dapo.config.key_names import ROUTER_REPLAY
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
@@ -21,7 +22,7 @@ from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.rewards.reward_pool import RewardPool
 from megatron_dapo.rewards.reward_result import RewardResult
 from megatron_dapo.rewards.scorers import Scorers
-from megatron_dapo.rewards.shaping import Shaping, unshaped
+from megatron_dapo.rewards.shaping import Shaping, reshaped, unshaped
 from megatron_dapo.rollout.group_verdicts import GroupVerdicts
 from megatron_dapo.rollout.time_spent import RewardWait
 from megatron_dapo.rollout.token_checks import find_fault
@@ -68,6 +69,7 @@ class Sampler:
         scorers: Scorers | None = None,
         routers: RouterShape | None = None,
         seed: int = 0,
+        own_shaping: OwnFunction | None = None,
     ) -> None:
         """Prepare; nothing is sampled yet.
 
@@ -85,7 +87,9 @@ class Sampler:
             routers: of the model, if samples need the experts chosen by the servers.
             seed: of the run; each request's seed derives from it, the group, the response and the
                 turn.
+            own_shaping: of the rewards, after `shaping`.
         """
+        self._own_shaping = own_shaping
         self._servers = servers
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -189,7 +193,8 @@ class Sampler:
             if self._play is single_turn:
                 note_partial(trajectory.partial())
             raise
-        return _to_sample(group.uid, number, trajectory, verdict, self._shaping)
+        sample = _to_sample(group.uid, number, trajectory, verdict, self._shaping)
+        return reshaped(self._own_shaping, sample, group.prompt)
 
     async def _verdict(
         self, group: Group, number: int, trajectory: Trajectory, together: GroupVerdicts | None

@@ -89,4 +89,5 @@ def _sampling_metrics(step: RolloutStep) -> dict[str, float]:
         "dapo/filtered_all_correct": step.filtered["all_correct"],
         "dapo/filtered_all_incorrect": step.filtered["all_incorrect"],
         "dapo/filtered_uniform": step.filtered["uniform"],
+        **({"dapo/filtered_own": step.filtered["own"]} if "own" in step.filtered else {}),
     }

@@ -4,6 +4,7 @@ import json
 import logging
 from pathlib import Path
 
+from megatron_dapo.common.heavy_packages import require_package
 from megatron_dapo.config.derived import servers_per_node, starts_reward_model, starts_servers
 from megatron_dapo.config.schema.actor_rollout_ref import ServerConfig
 from megatron_dapo.config.schema.config import Config
@@ -67,6 +68,7 @@ class RunServers:
     @classmethod
     def of(cls, config: Config, log_dir: Path, first_gpu: int = 0) -> "RunServers":
         """Return the servers without a URL in the config; as the constructor."""
+        require_package("sglang")
         rollout, reward_model = starts_servers(config), starts_reward_model(config)
         return cls(config, log_dir, rollout=rollout, reward_model=reward_model, first_gpu=first_gpu)
 

@@ -58,7 +58,7 @@ class ModelFolder:
             raise UserError(f"{self.config_json} is no JSON object; give the model's own.")
         return content
 
-    def _download(self) -> str | None:
+    def download(self) -> str | None:
         """Return the command that downloads the model, if the path has the Hub's form OWNER/NAME
         and no such folder exists here."""
         path = str(self.path)
@@ -70,7 +70,7 @@ class ModelFolder:
         """Return why the folder holds no model, as the end of a sentence, or None if it has a
         config.json."""
         if not self.path.is_dir():
-            download = f", after `{command}`" if (command := self._download()) else ""
+            download = f", after `{command}`" if (command := self.download()) else ""
             return f"is not a folder here; give the folder of a Hugging Face checkpoint{download}, or of one of ours."
         if self.config_json.is_file():
             return None

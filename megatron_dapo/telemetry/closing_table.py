@@ -80,11 +80,12 @@ class ServerLosses:
     def of(cls, steps: list[dict]) -> "ServerLosses | None":
         """Return the losses of these steps, or None if no server was away."""
         steps = [step for step in steps if {"rollout/num_servers_current", "rollout/num_servers"} <= step.keys()]
-        away = [step for step in steps if step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"]]
+        are_away = [step["rollout/num_servers_current"] < 0.99 * step["rollout/num_servers"] for step in steps]
+        away = [step for step, is_away in zip(steps, are_away, strict=True) if is_away]
         num_rejoins = int(sum(step.get("weight_sync/num_rejoins", 0) for step in steps))
         if not away and not num_rejoins:
             return None
-        full = [step for step in steps if step not in away]
+        full = [step for step, is_away in zip(steps, are_away, strict=True) if not is_away]
         return cls(num_rejoins, len(away), _tokens_per_s(full), _tokens_per_s(away))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
+from megatron_dapo.common.own_function import OwnFunction, having
 from megatron_dapo.common.standard_streams import mute, print_line
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
@@ -219,3 +220,13 @@ SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
     "tensorboard": lambda config, run_folder, resumed_after: TensorBoard(run_folder, resumed_after),
     "wandb": _WeightsAndBiases,
 }
+
+
+def make_sink(name: str, config: Config, run_folder: RunFolder, resumed_after: int | None) -> Sink:
+    """Return the sink of a built-in name, or of a class of the user's own. Raises UserError."""
+    if name in SINKS:
+        return SINKS[name](config, run_folder, resumed_after)
+    make = OwnFunction.load("trainer.logger", name, "package.module:Class")
+    return make(
+        having("write", "close"), "an object with write and close", "this run", config, run_folder, resumed_after
+    )

@@ -8,9 +8,10 @@ from functools import partial
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.samples import Group
 from megatron_dapo.platform import watchdog
+from megatron_dapo.platform.agreement import describe
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.sample_table import sample_table
-from megatron_dapo.telemetry.sinks import SINKS, Record, Sink
+from megatron_dapo.telemetry.sinks import SINKS, Record, Sink, make_sink
 from megatron_dapo.telemetry.timers import PhaseTimers
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class Telemetry:
         self._config = config
         self._timers = PhaseTimers()
         self._sinks: dict[str, Sink] = {
-            name: SINKS[name](config, run_folder, resumed_after) for name in config.trainer.logger
+            name: make_sink(name, config, run_folder, resumed_after) for name in config.trainer.logger
         }
         self._failing: set[str] = set()
 
@@ -75,13 +76,15 @@ class Telemetry:
             self._try(name, partial(sink.write, record), f"at step {record.step}")
 
     def _try(self, name: str, work: Callable[[], None], when: str) -> None:
-        """Do the work, but end no run for a metric: a failure, as on a full disk, is reported once
-        until writing works again."""
+        """Do the work, but end no run for a metric: a failure, as on a full disk or of the user's own
+        class, is reported once until writing works again."""
         try:
             work()
-        except OSError as error:
+        except Exception as error:
+            if name in SINKS and not isinstance(error, OSError):
+                raise
             if name not in self._failing:
-                log.warning("metrics for %s cannot be written %s (%s); training goes on", name, when, error)
+                log.warning("metrics for %s cannot be written %s (%s); training goes on", name, when, describe(error))
             self._failing.add(name)
         else:
             self._failing.discard(name)

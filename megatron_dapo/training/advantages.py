@@ -19,6 +19,7 @@ from megatron_dapo.algorithms.whitening import mean_and_variance, moments, white
 from megatron_dapo.config.derived import advantage_estimator, uses_kl_in_reward
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import group_estimates
+from megatron_dapo.data.own_estimator import Advantage
 from megatron_dapo.data.packing import MicroBatch
 from megatron_dapo.platform.device import device
 from megatron_dapo.platform.parallel import ParallelLayout
@@ -171,9 +172,9 @@ def _kl_by_row(batch: MicroBatch, kind: str) -> dict[int, tuple[float, float]]:
     return {i: (float(values.sum()), float(tokens[i].sum())) for i, values in kl.items()}
 
 
-def _with_advantages(batch: MicroBatch, advantages: dict[int, float]) -> MicroBatch:
+def _with_advantages(batch: MicroBatch, advantages: dict[int, Advantage]) -> MicroBatch:
     per_sample: dict[int, Tensor] = {
-        i: torch.full((length,), advantages[i], device=batch.tokens.device)
+        i: torch.full((length,), float(advantages[i]), device=batch.tokens.device)
         for i, length in zip(batch.sample_ids, batch.lengths, strict=True)
     }
     return replace(batch, advantages=batch.from_samples(per_sample))

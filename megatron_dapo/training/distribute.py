@@ -13,6 +13,7 @@ from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.batching import SampleReward, TrainSample, assemble, mini_batches, sample_rewards
 from megatron_dapo.data.bins import Bins
 from megatron_dapo.data.flat_pickle import flat_pickle, from_flat_pickle
+from megatron_dapo.data.own_estimator import load_own_estimator
 from megatron_dapo.data.packing import ACTOR_CAP, MicroBatch
 from megatron_dapo.data.samples import Group
 from megatron_dapo.huggingface.model_spec import ModelSpec
@@ -53,6 +54,8 @@ class StepDistributor:
         self._cutter = Cutter(config, layout, spec)
         credit = config.actor_rollout_ref.rollout.agent.credit
         self._credit = load_credit(credit) if credit else None
+        if advantage_estimator(config).is_own:
+            load_own_estimator(config.algorithm.adv_estimator)  # its mistakes come before the first step
 
     @collection_paused()
     def __call__(self, step: int, groups: Sequence[Group] | None) -> StepShard:

@@ -25,9 +25,9 @@ from megatron_dapo.algorithms.sequence_loss import (
     LossSequence,
     SequenceLossFunction,
     checked_answer,
-    load_loss_function,
 )
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.data.packing import MicroBatch
@@ -312,7 +312,7 @@ def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | Sequenc
     actor = config.actor_rollout_ref.actor
     temperature = config.actor_rollout_ref.rollout.temperature
     if actor.loss_function is not None:
-        function = load_loss_function(LOSS_FUNCTION, actor.loss_function)
+        function = OwnFunction.load(LOSS_FUNCTION, actor.loss_function).function
         return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
     if config.sft.enable:
         return _LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)

@@ -2,7 +2,9 @@
 schedule."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction, finite
 from megatron_dapo.config.derived import state_keys
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text
@@ -187,8 +190,37 @@ def _accumulate_in_products(stages: list[DistributedDataParallel]) -> None:
                 module.fuse_wgrad_accumulation = True
 
 
+class _OwnDecay(OptimizerParamScheduler):
+    """Megatron's schedule, with the decay by a function of the user's own.
+
+    It gets the finished share of the decay, from 0 to 1, and returns that of max_lr - min_lr.
+    """
+
+    def __init__(self, decay: OwnFunction, *arguments: Any, **keywords: Any) -> None:
+        self._decay = decay
+        super().__init__(*arguments, **keywords)  # asks for the first learning rate
+
+    def get_lr(self, param_group: dict) -> float:
+        steps = self.num_steps - self.lr_warmup_steps
+        if steps <= 0 and self.lr_warmup_steps > 0:
+            return super().get_lr(param_group)
+        progress = min(steps / (self.lr_decay_steps - self.lr_warmup_steps), 1.0)
+        share = self._decay(_not_negative, "a finite number from 0", f"progress {progress:g}", progress)
+        low, high = (float(param_group.get(name, getattr(self, name))) for name in ("min_lr", "max_lr"))
+        return low + share * (high - low)
+
+
+def _not_negative(answer: Any) -> float:
+    if (number := finite(answer)) < 0:
+        raise ValueError(answer)
+    return number
+
+
 def _lr_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, num_rollout_steps: int) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
+    schedule: Callable[..., OptimizerParamScheduler] = OptimizerParamScheduler
+    if ":" in optim.lr_decay_style:
+        schedule = partial(_OwnDecay, OwnFunction.load("optim.lr_decay_style", optim.lr_decay_style))
+    return schedule(
         optimizer,
         init_lr=0.0,
         max_lr=optim.lr,

@@ -115,6 +115,8 @@ def test_a_run_reports_its_loss_and_leaves_a_model_that_transformers_reads(whole
     assert [folder.name for folder in newest_first(run.checkpoints)] == ["step_000030", "step_000025"]
     model = AutoModelForCausalLM.from_pretrained(run.model)
     assert AutoTokenizer.from_pretrained(run.model).chat_template
+    card = (run.model / "README.md").read_text()
+    assert f"by {NUM_STEPS} steps of fine-tuning" in card and f"| loss | {held_out[0]['val/loss']:.4g} |" in card
     before = load_file(inputs / "model" / "model.safetensors")
     assert all(not tensor.equal(before[name]) for name, tensor in model.state_dict().items())
 

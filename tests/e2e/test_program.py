@@ -89,6 +89,7 @@ def test_the_trained_model_is_a_checkpoint_that_transformers_loads(run):
     moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True)]
     assert all(moved)
     assert not (Path(run.model) / "manifest.json").exists()
+    assert f"by {NUM_STEPS} steps of reinforcement learning" in (Path(run.model) / "README.md").read_text()
 
 
 def test_the_tokens_that_are_kept_are_those_of_the_responses(run):

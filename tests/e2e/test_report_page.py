@@ -11,10 +11,11 @@ import pytest
 
 from megatron_dapo.commands.report.command import write_report
 from megatron_dapo.commands.report.watch import make_server
+from megatron_dapo.common.files import write_whole
 from megatron_dapo.storage.run_folder import RunFolder
 from tests.browser import CHROMIUM, Browser
 from tests.proofs import amount
-from tests.report_runs import HOSTILE, TOOL, write_branches, write_run, write_step, write_validation
+from tests.report_runs import HOSTILE, START, TOOL, write_branches, write_run, write_step, write_validation
 
 pytestmark = [
     pytest.mark.e2e,
@@ -40,6 +41,10 @@ def report_file(tmp_path_factory):
     runs = [write_run(folder / f"seed_{seed}", num_steps=6, seed=seed) for seed in (0, 1)]
     write_validation(runs[0], 0, [1, 4, 0, 4])
     write_validation(runs[0], 6, [3, 1, 2, 4], text="wait, 12 + 4 = 16. " * 4)
+    for attempt, seed in (("9-0", 3), ("10-0", 4)):
+        logs = runs[0].logs / f"attempt-{attempt}"
+        write_whole(logs / "config.yaml", f"trainer: {{seed: {seed}}}\n")
+        write_whole(logs / "trainer-rank-0.log", f"{HOSTILE} of attempt {attempt}")
     write_report([run.path for run in runs], folder / "report.html")
     return folder / "report.html"
 
@@ -187,9 +192,123 @@ def test_runs_lie_over_each_other_and_can_be_left_out(page):
     page.choose("#axis", "time")
     title = "document.querySelector('#curve-figures .xtitle')?.textContent"
     assert page.wait_for(f"({title})?.includes('since') && {title}") == "minutes since the start"
-    page.choose("#metric", "actor/grad_norm")
-    assert page.texts("#curve-figures h3")[-1] == "actor/grad_norm"
     assert page.texts("#config tr.differs code") == ["trainer.seed"]
+
+
+FIRST_CHART = "document.querySelector('#curve-figures .chart')"
+
+
+def draw_all(page: Browser) -> None:
+    page.do("dispatchEvent(new Event('beforeprint'))")
+    page.wait_for("figures.length && figures.every(figure => figure.chart.querySelector('.main-svg'))")
+
+
+def test_a_zoom_is_of_all_charts_with_steps_until_a_double_click(page):
+    draw_all(page)
+    ranges = "figures.filter(figure => figure.isLinked).map(figure => figure.chart.layout.xaxis.range)"
+    box = page.do(
+        f"(r => [r.left, r.top, r.width, r.height])({FIRST_CHART}.querySelector('.nsewdrag').getBoundingClientRect())"
+    )
+    assert box[2] > 100
+    page.do(f"{FIRST_CHART}.scrollIntoView({{behavior: 'instant', block: 'center'}})")
+    left, top, width, height = page.do(
+        f"(r => [r.left, r.top, r.width, r.height])({FIRST_CHART}.querySelector('.nsewdrag').getBoundingClientRect())"
+    )
+    at = {"y": top + height / 2, "button": "left"}
+    page.command("Input.dispatchMouseEvent", type="mousePressed", x=left + width / 2, clickCount=1, **at)
+    for x in (left + 0.6 * width, left + 0.8 * width):
+        page.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, **at)
+    page.command("Input.dispatchMouseEvent", type="mouseReleased", x=left + 0.8 * width, clickCount=1, **at)
+    first, last = page.wait_for("settings.range")
+    assert 2 < first < 4 and first < last < 6
+    page.do("dispatchEvent(new Event('beforeprint'))")
+    page.wait_for(f"{ranges}.length > 10 && {ranges}.every(range => range[0] === {first} && range[1] === {last})")
+    assert page.do(f"Math.min(...{FIRST_CHART}.data[0].x)") > 1, "the axis of values is that of the shown steps"
+    for count in (1, 2):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.command("Input.dispatchMouseEvent", type=kind, x=left + width / 2, clickCount=count, **at)
+    page.wait_for("settings.range === null")
+    page.choose("#from", "3")
+    assert page.do("settings.range") == [3, 6] and not page.do("document.getElementById('whole').disabled")
+    page.choose("#axis", "time")
+    assert page.do("settings.range") is None
+
+
+def test_metrics_are_found_by_an_expression_and_drawn_on_a_log_axis(page):
+    before = page.texts("#curve-figures h3")
+    page.choose("#pattern", "^actor/.*(norm|entropy)$")
+    assert page.texts("#curve-figures h3, #found") == ["2 metrics", "actor/entropy", "actor/grad_norm"]
+    page.choose("#scale", "log")
+    page.choose("#pattern", "staleness_mean")
+    draw_all(page)
+    assert page.do(f"{FIRST_CHART}.layout.yaxis.type") == "log"
+    assert "12 values of 0 or below: not on a log axis" in page.texts("#curve-figures .keys-of-chart li")
+    page.choose("#scale", "linear")
+    draw_all(page)
+    assert page.do(f"{FIRST_CHART}.layout.yaxis.range") == [0, 1], "a constant 0"
+    page.choose("#pattern", "")
+    assert page.texts("#curve-figures h3") == before
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(", ".*.*.*.*.*x", "(a|b)*c", "(?:(?:a+)+)+$", "\\"])
+def test_an_expression_that_could_take_for_ever_is_refused_and_said_why(page, pattern):
+    page.choose("#pattern", pattern)
+    [said] = page.texts("#found")
+    assert said and "metric" not in said and page.texts("#curve-figures h3")[0] == "Reward"
+
+
+def test_an_expression_that_is_allowed_ends_soon(page):
+    asked = "matchingNames(Array(2000).fill('a'.repeat(5000) + '!'), '.*.*.*.*x')"
+    script = f"(begin => {{ try {{ {asked}; }} catch {{}} return performance.now() - begin; }})(performance.now())"
+    assert page.do(script) < 10_000
+
+
+def test_a_constant_has_an_axis_of_its_own_size(page):
+    axis = "JSON.stringify(valueAxis([{{y: [{0}, {0}]}}]).range)"
+    assert [page.do(axis.format(value)) for value in ("0", "2", "-3")] == ["[0,1]", "[0,4]", "[-6,0]"]
+    assert page.do("JSON.stringify(valueAxis([{y: [1, 2]}]))") == '{"type":"linear"}'
+
+
+def test_attempts_have_their_changes_and_logs_as_text(page):
+    page.click("#attempts > summary")
+    page.wait_for("document.querySelectorAll('#attempts details').length === 4")
+    assert page.texts("#attempts h3") == ["seed_0", "seed_1 has no logs"]
+    assert page.texts("#attempts > div > details > summary") == ["attempt-10-0", "attempt-9-0"]
+    assert page.texts("#attempts dl") == ["trainer.seed3 → 4", ""]
+    assert page.texts("#attempts pre")[0] == f"{HOSTILE} of attempt 10-0"
+    assert page.do("document.querySelectorAll('#attempts img, #attempts script').length") == 0
+
+
+CALLS = {
+    '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>': "add",
+    "<tool_call>\n<function=search.web>\n<parameter=q>x</parameter></function></tool_call>": "search.web",
+    "<tool_call>lookup\n<arg_key>a</arg_key></tool_call>": "lookup",
+    "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>{}<|tool_call_end|>": "run",
+    " to=functions.open <|message|>{}": "open",
+    '<|python_tag|>{"name": "sum"}': "sum",
+    '[TOOL_CALLS][{"name": "cut"': "cut",
+    "<｜tool▁call▁begin｜>calc<｜tool▁sep｜>{}<｜tool▁call▁end｜>": "calc",
+    "<tool_call>": "a tool",
+}
+
+
+def test_calls_of_tools_are_folded_in_texts_and_tokens(page):
+    for text, name in CALLS.items():
+        [call] = page.do(f"callsIn({json.dumps('I call. ' + text)})")
+        assert call == {"from": len("I call. "), "to": len("I call. " + text), "label": f"call: {name}"}
+    turn = "so <tool_call>x</tool_call> and <tool_call>y</tool_call>"
+    folds = "[...document.querySelectorAll('#folds .folded')].map(fold => fold.textContent)"
+    page.do(f"document.body.append(element('div', {{id: 'folds'}}, ...withCalls({json.dumps(turn)})))")
+    calls = [f"call: {letter}<tool_call>{letter}</tool_call>" for letter in "xy"]
+    assert page.do(folds) == calls and page.do("document.getElementById('folds').textContent.length") == len(turn) + 14
+    texts = ["so", " <tool", "_call>x", "</tool_call>", " and ", "<tool_call>y</tool_call>", "READ"]
+    codes = [0] * 6 + [-128]
+    head = f"{{texts: {json.dumps(texts)}, newest: 0}}"
+    known = f"{{head: {head}, places: [0,1,2,3,4,5,6], ages: [0,0,0,0,0,0,0], arrays: {{log_probs: {codes}}}}}"
+    made = f"colouredText(new AnswerTokens({known}, 0, 7, 1), {{name: 'advantages', most: 1}}, 99, '', true)"
+    page.do(f"document.getElementById('folds').replaceChildren({made})")
+    assert page.do(folds) == ["call: x <tool_call>x</tool_call>", calls[1]]
+    assert page.do("document.querySelectorAll('#folds .token').length") == 7
 
 
 def test_all_figures_are_on_paper(page):
@@ -255,9 +374,9 @@ def test_branches_of_an_agent_are_parts_of_its_answer_and_long_readings_are_fold
     write_report([run.path], tmp_path / "report.html")
     browser.errors.clear()
     browser.open((tmp_path / "report.html").as_uri())
-    status(browser, "Step 2: 2 answers in 1 groups")
+    status(browser, "Step 2: 2 answers in 1 group, ")
     assert browser.texts(".branch > summary") == [
-        f"branch {n} of 3 · {k} tokens" for n, k in ((1, 2), (2, 104), (3, 1))
+        f"branch {n} of 3 · {k}" for n, k in ((1, "2 tokens"), (2, "104 tokens"), (3, "1 token"))
     ]
     assert browser.do("[...document.querySelectorAll('.branch')].map(part => part.open)") == [True, False, False]
     folded = (
@@ -293,6 +412,34 @@ def test_a_long_run_opens_and_is_not_too_large(browser, tmp_path):
     browser.errors.clear()
     browser.open((tmp_path / "report.html").as_uri())
     status(browser, "512 answers in 64 groups")
+    assert browser.errors == []
+
+
+def test_thousands_of_noisy_steps_are_drawn_with_few_points(browser, tmp_path):
+    rng = random.Random(0)
+    run = write_run(tmp_path / "run", num_steps=1)
+    record = json.loads(run.metrics.read_text().splitlines()[1])
+
+    def noisy(step: int) -> dict:
+        values = {
+            name: value + rng.gauss(0, 0.1) for name, value in record.items() if name in ("reward/mean", "time/rollout")
+        }
+        return values | {"step": step, "time": START + 10 * step}
+
+    run.metrics.write_text("".join(json.dumps(noisy(step)) + "\n" for step in range(1, 4001)))
+    write_report([run.path], tmp_path / "report.html")
+    browser.errors.clear()
+    browser.open((tmp_path / "report.html").as_uri())
+    draw_all(browser)
+    sizes = browser.do(
+        "figures.filter(f => f.isLinked).flatMap(f => f.chart.data.map(t => t.type === 'heatmap' ? 0 : t.x.length))"
+    )
+    assert 900 < max(sizes) <= 2000
+    raw = "series(runs[0], 'reward/mean').values"
+    drawn = f"{FIRST_CHART}.data[0].y"
+    assert browser.do(f"Math.max(...{drawn}) === Math.max(...{raw}) && Math.min(...{drawn}) === Math.min(...{raw})")
+    browser.do("zoom([500, 520]); dispatchEvent(new Event('beforeprint'))")
+    assert browser.do(f"{FIRST_CHART}.data[0].x") == [*range(499, 522)]
     assert browser.errors == []
 
 

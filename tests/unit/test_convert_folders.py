@@ -38,7 +38,7 @@ def test_without_a_model_the_sentence_names_the_right_folder(model, checkpoint, 
     shutil.copytree(model, snapshot)
     (tmp_path / "empty").mkdir()
     for folder, said in (
-        ("Qwen/Qwen2.5-7B", "`Qwen/Qwen2.5-7B` is not a folder here; .* hf download"),
+        ("Qwen/Qwen2.5-7B", "`Qwen/Qwen2.5-7B` is not a folder here; .*: hf download Qwen/Qwen2.5-7B --local-dir"),
         (model / "config.json", "is not a folder here"),
         (checkpoint, "is a Megatron checkpoint; give the folder of a Hugging Face checkpoint"),
         (tmp_path / "models--Org--Name", f"is a cache of downloads; give a checkpoint in it, such as {snapshot}"),

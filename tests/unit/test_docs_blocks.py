@@ -1,5 +1,6 @@
 """Copyable parts of the pages: every key exists, blocks of YAML and Python do as the text says."""
 
+import argparse
 import asyncio
 import math
 import re
@@ -17,6 +18,10 @@ from launch.command_line import require_local
 from megatron_dapo.agents.interface import AgentTask, Outcome
 from megatron_dapo.algorithms.sequence_loss import LossSequence
 from megatron_dapo.checks.run_checks import validate
+from megatron_dapo.commands.evaluation.command import add_eval_arguments
+from megatron_dapo.commands.plan.command import add_plan_arguments
+from megatron_dapo.commands.report.command import add_report_arguments
+from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.aliases import MAIN_SWITCH, canonical, names_in
 from megatron_dapo.config.derived import uses_critic, uses_experience_replay
 from megatron_dapo.config.keys import known_keys
@@ -118,6 +123,59 @@ def test_a_command_that_starts_a_recipe_starts_it():
     assert ("configs/dapo_qwen3_235b_a22b_fp8.yaml", "slurm/dapo_qwen3_235b_a22b.sh") in by_slurm
     for names in by_slurm:
         assert all((ROOT / name).is_file() for name in names)
+
+
+COOKBOOKS = sorted((ROOT / "docs").glob("cookbook_*.md"))
+STARTS = re.compile(r"sbatch |bash slurm/|python -m (launch|megatron_dapo)\b")
+OPTIONS = {"plan": add_plan_arguments, "eval": add_eval_arguments, "report": add_report_arguments}
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """The words of each indented line, without a comment."""
+    lines = re.findall(r"(?m)^ {4,}(\S.*)$", page.read_text(encoding="utf-8").replace("\\\n", " "))
+    return [shlex.split(line, comments=True) for line in lines if STARTS.search(line)]
+
+
+def started(words: list[str]) -> tuple[Path, list[str]] | None:
+    """Return (recipe, overrides) of a command that starts or plans a run of a recipe."""
+    full = [word.replace("$A.", "actor_rollout_ref.rollout.agent.") for word in words]
+    overrides = [word for word in full if re.match(r"[a-z_.]+=", word)]
+    recipes = [words[words.index("--config") + 1]] if "--config" in words else []
+    recipes += [word.removeprefix("CONFIG=") for word in words if word.startswith("CONFIG=")]
+    for script in (word for word in words if re.fullmatch(r"slurm/\w+\.sh", word)):
+        text = (ROOT / script).read_text(encoding="utf-8")
+        recipes += re.findall(r"(?m)^export CONFIG=(?:\$\{CONFIG:-)?([\w./-]+)", text)
+    return (ROOT / recipes[0], overrides) if recipes and (ROOT / recipes[0]).is_file() else None
+
+
+def test_a_run_that_a_page_starts_is_not_refused():
+    runs = [(page.name, *run) for page in PAGES for words in commands_of(page) if (run := started(words))]
+    assert len(runs) > 40
+    refused = []
+    for page, recipe, overrides in runs:
+        try:
+            validate(load_config(recipe, overrides), None, check_files=False)
+        except UserError as error:
+            refused.append(f"{page}: {recipe.name} {' '.join(overrides)}: {error}")
+    assert not refused
+
+
+@pytest.mark.parametrize("page", COOKBOOKS, ids=lambda page: page.stem)
+def test_a_cookbook_is_short_and_gets_the_models_that_it_trains(page):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= 300
+    models = {load_config(*run).actor_rollout_ref.model.path for words in commands_of(page) if (run := started(words))}
+    assert models and all(f" --local-dir {model}\n" in text or (ROOT / model).is_dir() for model in models)
+
+
+@pytest.mark.parametrize("page", COOKBOOKS, ids=lambda page: page.stem)
+def test_a_cookbook_gives_options_that_exist(page):
+    commands = [words[words.index("megatron_dapo") + 1 :] for words in commands_of(page) if "megatron_dapo" in words]
+    assert commands
+    for command, *arguments in commands:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        OPTIONS[command](parser)
+        assert not [word for word in parser.parse_known_args(arguments)[1] if word.startswith("-")]
 
 
 def test_the_other_losses_are_configs_over_a_recipe_of_dapo():

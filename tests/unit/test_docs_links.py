@@ -85,6 +85,11 @@ def test_every_link_leads_somewhere(page):
     assert not broken
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_row_of_a_table_is_one_line(page):
+    assert not [line for line in text_of(page).splitlines() if line.startswith("| ") and not line.endswith(" |")]
+
+
 @pytest.mark.parametrize("start", ["README.md", "docs/README.md"])
 def test_every_page_of_the_docs_is_linked(start):
     page = ROOT / start

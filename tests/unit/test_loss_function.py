@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dapo.algorithms.sequence_loss import load_loss_function
 from megatron_dapo.checkpointing.config_changes import ConfigChange, matters
-from megatron_dapo.checks.algorithm_checks import loss_function, staleness, terms_beside_loss_function
+from megatron_dapo.checks.algorithm_checks import staleness, terms_beside_loss_function
 from megatron_dapo.checks.unused_keys import unused_keys
 from megatron_dapo.commands.plan.process_plan import process_plan
 from megatron_dapo.common.errors import UserError
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.config.derived import needs_reference
 from megatron_dapo.config.key_names import LOSS_FUNCTION
 from megatron_dapo.config.keys import known_keys
@@ -106,14 +106,14 @@ def test_what_it_cannot_be_combined_with_is_one_sentence(override, key):
 
 @pytest.mark.parametrize("name", ["plain", "module:", ":function"])
 def test_a_name_without_a_path_is_a_mistake(name):
-    (mistake,) = loss_function(load_config(None, [f"{LOSS_FUNCTION}={name!r}"]))
-    assert mistake.startswith(f"{LOSS_FUNCTION} is ")
+    with pytest.raises(UserError, match=f"{LOSS_FUNCTION} is .* must be package.module:name, or null"):
+        load_config(None, [f"{LOSS_FUNCTION}={name!r}"])
 
 
 @pytest.mark.parametrize("path", ["no.such:module", "tests.loss_functions:absent", "tests.loss_functions:NO_FUNCTION"])
 def test_what_cannot_be_imported_is_one_sentence(path):
     with pytest.raises(UserError) as caught:
-        load_loss_function(LOSS_FUNCTION, path)
+        OwnFunction.load(LOSS_FUNCTION, path)
     assert len(caught.value.sentences) == 1 and path in caught.value.sentences[0]
 
 
@@ -183,4 +183,4 @@ def test_a_module_that_ends_its_process_is_named(tmp_path, monkeypatch):
     (tmp_path / "loss_that_exits.py").write_text("import sys; sys.exit(3)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"calls sys.exit\(3\) while it is imported"):
-        load_loss_function(LOSS_FUNCTION, "loss_that_exits:loss")
+        OwnFunction.load(LOSS_FUNCTION, "loss_that_exits:loss")

@@ -127,7 +127,7 @@ def test_the_outcome_is_the_newest_end(tmp_path, end, state):
     if end is not None:
         EndFolder(run.ends, "1").write("trainer-rank-0", end)
     data = read_run(run.path)
-    assert data.state == state and data.sentence.startswith("2 of 2 steps are done")
+    assert data.state == state and data.sentence.startswith("2 of 2 steps done")
     assert (end is not None and end.sentence in data.sentence) or state in ("done", "saved")
 
 

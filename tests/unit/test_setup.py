@@ -46,7 +46,7 @@ AGENTS = [f"agents/{path.stem}" for path in sorted((ROOT / "requirements" / "age
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("platform", ["cpu", "cuda", *AGENTS])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "docs", *AGENTS])
 def test_the_lock_pins_everything_for_both_pythons(platform, python):
     assert direct(platform) <= pins(platform, python).keys()
     assert "apex" not in pins(platform, python), "the PyPI project of this name is not NVIDIA's apex"

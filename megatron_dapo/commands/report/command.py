@@ -13,7 +13,7 @@ _PORT = 8765
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, such as runs/demo")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run (runs/demo) or of runs")
     parser.add_argument(
         "-o", "--output", metavar="FILE", type=Path, default=Path("report.html"), help="the page to write; report.html"
     )

@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_dapo.commands.report.answers import (
 MAX_BYTES = 23_000_000
 _HELD_OUT_SHARE = 0.3  # the most of the bytes, if a run has trained answers too
 _MOST_PACKED = 16  # no file of answers shrinks more than this, for the choice of files to read
+_MOST_STEPS = 2000  # with answers of a kind: more are as slow to read as they are small
 _TEXTS_SHARE = 0.6  # of the bytes, if texts and tokens do not both fit
 
 
@@ -74,7 +76,8 @@ def _of_run(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
 def _carried(files: Sequence[StepFile], max_bytes: int) -> list[StepAnswers]:
     """Return the answers of one kind that fit. Steps too many by the size of their files are never
     read."""
-    places = _thinned([file.num_bytes() // _MOST_PACKED for file in files], max_bytes)
+    sizes = [max(file.num_bytes() // _MOST_PACKED, max_bytes // _MOST_STEPS) for file in files]
+    places = _thinned(sizes, max_bytes)
     answers = [_read_answers(files[place], max_bytes) for place in places]
     return fitting([each for each in answers if each is not None], max_bytes)
 
@@ -94,10 +97,12 @@ def fitting(answers: Sequence[StepAnswers], max_bytes: int) -> list[StepAnswers]
 
 
 def _thinned(sizes: Sequence[int], max_bytes: int) -> list[int]:
-    """Return indices at equal distances, the most that fit: at least the last one."""
+    """Return indices at equal distances, about the most that fit: at least the last one."""
     last = len(sizes) - 1
-    for number in range(len(sizes), 1, -1):
-        places = sorted({round(place * last / (number - 1)) for place in range(number)})
-        if sum(sizes[place] for place in places) <= max_bytes:
-            return places
-    return [last] if sizes else []
+
+    def places(number: int) -> list[int]:
+        return sorted({last - round(place * last / max(1, number - 1)) for place in range(number)})
+
+    numbers = range(1, len(sizes) + 1)
+    most = bisect_right(numbers, max_bytes, key=lambda number: sum(sizes[place] for place in places(number)))
+    return places(max(1, most)) if sizes else []

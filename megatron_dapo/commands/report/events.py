@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dapo.commands.report.values import time_of
+from megatron_dapo.commands.report.values import counted, time_of
 from megatron_dapo.common.bounded import read_json
 from megatron_dapo.common.ends import EndKind
 from megatron_dapo.storage.run_folder import RunFolder
@@ -82,7 +82,7 @@ def _servers(steps: Sequence[dict]) -> Iterator[Event]:
             text = f"Step {step['step']}: on average {current:.1f} of {number:.0f} servers had the current weights"
             yield Event(step["time"], step["step"], "servers", text)
         if rejoined := step.get("weight_sync/num_rejoins"):
-            text = f"Step {step['step']}: {rejoined:.0f} servers joined, or joined again"
+            text = f"Step {step['step']}: {counted(round(rejoined), 'server')} joined, or joined again"
             yield Event(step["time"], step["step"], "rejoin", text)
 
 
@@ -96,8 +96,11 @@ def _checkpoints(steps: Sequence[dict], run: RunFolder) -> Iterator[Event]:
 
 def _ends(steps: Sequence[dict], ends: Sequence[ProcessEnd]) -> Iterator[Event]:
     last = steps[-1]["step"] if steps else 0
+    saved = [end.time for end in ends if end.who.startswith("trainer-") and end.kind == EndKind.SAVED]
     for end in ends:
         step = last if end.step is None else end.step
+        if saved and end.time >= min(saved) and (end.is_consequence or end.kind == EndKind.KILLED):
+            continue  # the launcher ended it
         if not EndKind(end.kind).is_good if end.kind in list(EndKind) else True:
             yield Event(end.time, step, "failure", f"{end.who} ended ({end.kind}): {end.sentence}")
         elif end.who == "trainer-rank-0":

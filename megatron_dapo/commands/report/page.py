@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -10,21 +10,23 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
+from megatron_dapo.agents.call_marks import CALL_MARKS
 from megatron_dapo.commands.report.answers import answer_files
+from megatron_dapo.commands.report.attempts import attempts_of
 from megatron_dapo.commands.report.embedding import StepAnswers, answers_of, packed
 from megatron_dapo.commands.report.panels import CURVES, PHASES, UTILISATION, drawn
-from megatron_dapo.commands.report.run_data import config_rows, read_run
+from megatron_dapo.commands.report.run_data import RunData, config_rows, read_run, runs_in
 
 _SCRIPTS = ("data.js", "charts.js", "tokens.js", "viewer.js", "page.js")
 _FILES = resources.files("megatron_dapo.commands.report") / "page"
 
 
-def summary(folders: Sequence[Path]) -> dict:
+def summary(folders: Sequence[Path], read: Callable[[Path], RunData] = read_run) -> dict:
     """Return the page's data of the runs without their answers.
 
     Raises UserError for a folder without a run.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = [read(folder) for folder in folders]
     metrics = {name for run in runs for columns in (run.steps, run.validations) for name in columns}
     return {
         "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -33,6 +35,7 @@ def summary(folders: Sequence[Path]) -> dict:
         "curves": drawn(CURVES, metrics),
         "utilisation": drawn(UTILISATION, metrics),
         "phases": PHASES,
+        "calls": sorted({marks if marks[1:] else (*marks, "") for marks in CALL_MARKS.values()}),
     }
 
 
@@ -41,11 +44,13 @@ def whole_page(folders: Sequence[Path]) -> str:
 
     Raises UserError for a folder without a run.
     """
+    folders = runs_in(folders)
     content = summary(folders)
     answers = answers_of(folders)
     for run, folder, carried in zip(content["runs"], folders, answers, strict=True):
         run["answers"] = [_entry(each) for each in carried]
         run["num_answer_files"] = len(answer_files(folder))
+    logs = [(f"logs-{number}", pack(attempts_of(folder))) for number, folder in enumerate(folders)]
     chunks = [
         (f"{kind}-{number}-{place}", content_)
         for number, carried in enumerate(answers)
@@ -53,7 +58,9 @@ def whole_page(folders: Sequence[Path]) -> str:
         for kind, content_ in (("texts", each.texts), ("tokens", each.tokens))
         if content_
     ]
-    return render([run["name"] for run in content["runs"]], is_live=False, chunks=[("summary", pack(content)), *chunks])
+    return render(
+        [run["name"] for run in content["runs"]], is_live=False, chunks=[("summary", pack(content)), *logs, *chunks]
+    )
 
 
 def _entry(each: StepAnswers) -> dict:
@@ -66,7 +73,7 @@ def _entry(each: StepAnswers) -> dict:
     }
 
 
-def pack(content: dict) -> str:
+def pack(content: dict | list) -> str:
     """Return plain data as a page carries it."""
     return packed(
         json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dapo.commands.report.events import Event, ProcessEnd, events_of, read_ends
 from megatron_dapo.commands.report.panels import derived
-from megatron_dapo.commands.report.values import number, time_of
+from megatron_dapo.commands.report.values import counted, number, signed, time_of
 from megatron_dapo.common.bounded import parse_json, read_bytes
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.config.schema.config import Config
@@ -24,6 +24,7 @@ _DIGITS = 6
 # bytes: records take ten times as much here, and the page carries them all
 _MAX_METRICS = 256 << 20
 _MAX_FILE = 1 << 20  # bytes of config.yaml and machine.json
+MAX_RUNS = 20  # of a folder of runs
 _MAX_NAMES = 2000  # of metrics
 _MAX_PLACES = 20_000_000  # of a table: records times metrics
 Table = dict[str, list[float | None]]
@@ -76,7 +77,7 @@ def read_run(folder: Path) -> RunData:
     except OSError as error:
         raise UserError(f"{folder} is no folder of a run: {run.metrics} cannot be read ({error.strerror}).") from error
     steps = [record for record in records if not is_validation(record)]
-    config = _flat(_read(run.config, _yaml))
+    config = read_config(run.config)
     ends = read_ends(run.ends)
     state, sentence = _outcome(steps, config.get("trainer.total_training_steps"), ends)
     return RunData(
@@ -91,6 +92,21 @@ def read_run(folder: Path) -> RunData:
         config=config,
         events=tuple(events_of(steps, ends, run)),
     )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a config's values by their keys; {} if the file is missing or damaged."""
+    return _flat(_read(path, _yaml))
+
+
+def runs_in(folders: Iterable[Path]) -> list[Path]:
+    """Return these runs, and in place of a folder of runs its newest MAX_RUNS, by name."""
+    runs: list[Path] = []
+    for folder in folders:
+        files = [] if RunFolder(folder).metrics.exists() else folder.glob(f"*/{RunFolder(folder).metrics.name}")
+        known = [(file.stat().st_mtime, file.parent) for file in files if file.is_file()]
+        runs += sorted(run for _, run in sorted(known)[-MAX_RUNS:]) or [folder]
+    return runs
 
 
 def name_of(folder: Path) -> str:
@@ -146,14 +162,14 @@ def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> t
     """Return the state of the run and a sentence about it."""
     last = steps[-1] if steps else {"step": 0, "time": 0.0}
     total = total if is_step(total) else None
-    done = f"{last['step']} of {total} steps are done" if total else f"{last['step']} steps are done"
+    done = f"{last['step']} of {counted(total, 'step')} done" if total else f"{counted(last['step'], 'step')} done"
     newest = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
-    bad = [end for end in newest if end.kind not in ("done", "saved")]
+    if any(end.kind == "saved" for end in newest):  # all ranks save together
+        return "saved", f"{done}; the run was asked to stop, and is saved"
+    bad = [end for end in newest if end.kind != "done"]
     if bad:
         first = min(bad, key=lambda end: (end.is_consequence, end.time))
         return "failed", f"{done}; {first.who} ended ({first.kind}): {first.sentence or 'it left no sentence'}"
-    if any(end.kind == "saved" for end in newest):
-        return "saved", f"{done}; the run was asked to stop, and is saved"
     if total and last["step"] >= total:
         return "done", f"{done}"
     return "running", f"{done}; no end is recorded: the run goes on, or was killed"
@@ -163,7 +179,7 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
     if machine:
         memory = f", {machine['gpu_memory_gib']} GiB" if machine.get("gpu_memory_gib") else ""
         device = machine.get("cpu") if machine.get("device") == "cpu" else f"{machine.get('device')}{memory}"
-        yield "Trainer", f"{machine.get('trainer_ranks')} ranks on {device}"
+        yield "Trainer", f"{counted(machine.get('trainer_ranks'), 'rank')} on {device}"
     if isinstance(versions := machine.get("versions"), dict):
         yield "Software", ", ".join(f"{name} {version}" for name, version in versions.items())
     if steps and steps[-1].get("rollout/num_servers"):
@@ -180,12 +196,12 @@ def _facts(records: Sequence[dict], steps: Sequence[dict], config: dict, machine
         yield "Reward", paid
     summary = Summary.of(list(records))
     if summary.val_after is not None:
-        before = "-" if summary.val_before is None else f"{summary.val_before:.3f}"
+        before = "\u2013" if summary.val_before is None else f"{summary.val_before:.3f}"
         yield "Held-out accuracy", f"{before} \u2192 {summary.val_after:.3f}"
     for title, name, text in ROWS:
         first, last = summary.first[name], summary.last[name]
         if first is not None and last is not None:
-            yield title[0].upper() + title[1:], f"{text.format(first)} \u2192 {text.format(last)}"
+            yield title[0].upper() + title[1:], f"{signed(text.format(first))} \u2192 {signed(text.format(last))}"
 
 
 def _truncated_correct(steps: Sequence[dict]) -> float | None:
@@ -223,12 +239,13 @@ def config_rows(runs: Sequence[RunData]) -> list[dict]:
     default = _flat(Config().model_dump(mode="json"))
     keys = sorted({key for run in runs for key, value in run.config.items() if value != default.get(key)})
     rows: list[dict[str, Any]] = [
-        {"key": key, "default": _shown(default.get(key)), "values": [_shown(run.config.get(key)) for run in runs]}
+        {"key": key, "default": shown(default.get(key)), "values": [shown(run.config.get(key)) for run in runs]}
         for key in keys
     ]
     rows = [row | {"differs": len(set(row["values"])) > 1} for row in rows]
     return sorted(rows, key=lambda row: (not row["differs"], row["key"]))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a config's value as text."""
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

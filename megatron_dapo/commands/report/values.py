@@ -16,3 +16,13 @@ def time_of(value: Any) -> float | None:
     """Return seconds since 1970; None for an invalid time."""
     seconds = number(value)
     return seconds if seconds is not None and 0 < seconds < _MAX_TIME else None
+
+
+def signed(text: str) -> str:
+    """Return a number's text with a true minus, and a zero without one."""
+    return (text if text.strip("-0.") else text.removeprefix("-")).replace("-", "\u2212")
+
+
+def counted(count: Any, noun: str) -> str:
+    """Return a count with its noun, of which one has no s."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"

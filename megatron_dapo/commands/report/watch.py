@@ -12,9 +12,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_dapo.commands.report.answers import StepFile, answer_files, texts_bytes, tokens_bytes
+from megatron_dapo.commands.report.attempts import attempts_of
 from megatron_dapo.commands.report.embedding import packed
 from megatron_dapo.commands.report.page import pack, render, summary
-from megatron_dapo.commands.report.run_data import name_of
+from megatron_dapo.commands.report.run_data import RunData, name_of, read_run, runs_in
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.standard_streams import print_line
 from megatron_dapo.storage.run_folder import RunFolder
@@ -23,32 +24,37 @@ HOST = "127.0.0.1"
 _KEY_BYTES = 32
 # a forwarded port is another one
 _OWN_NAME = re.compile(r"(127\.0\.0\.1|localhost)(:\d{1,5})?", re.IGNORECASE)
-_CHUNK = re.compile(r"/(?P<part>texts|tokens)/(?P<run>\d{1,4})/(?P<kind>trained|held-out)/(?P<step>\d{1,9})")
+_CHUNK = re.compile(r"/(?P<part>texts|tokens|logs)/(?P<run>\d{1,4})(/(?P<kind>trained|held-out)/(?P<step>\d{1,9}))?")
 
 
 class Watched:
     """The followed runs, as the server presents them."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = [*folders]
+        self._given = folders
+        self.folders = runs_in(folders)
         self.page = render([name_of(folder) for folder in folders], is_live=True, chunks=())
         self._last: tuple[str, str] | None = None
+        self._runs: dict[Path, tuple[str, RunData]] = {}
 
     def tag(self) -> str:
-        """Return a tag that changes with the files of the summary."""
-        state = []
-        for folder in self.folders:
-            run = RunFolder(folder)
-            files = [run.metrics, run.config, run.machine, run.ends, run.rollouts, run.validation(0).parent]
-            state += [(str(path), _changed(path)) for path in (*files, *sorted(run.ends.glob("*.json")))]
-        return hashlib.sha256(repr(state).encode()).hexdigest()[:32]
+        """Return a tag that changes with the files of the summary, and with the runs of a folder."""
+        self.folders = runs_in(self._given)
+        return hashlib.sha256(repr([*map(_state, self.folders)]).encode()).hexdigest()[:32]
+
+    def _read(self, folder: Path) -> RunData:
+        """Return a run's data, read again only if its files changed."""
+        state = _state(folder)
+        if self._runs.get(folder, ("", None))[0] != state:
+            self._runs[folder] = (state, read_run(folder))
+        return self._runs[folder][1]
 
     def summary(self, tag: str) -> str:
         """Return the summary at this tag, packed. Raises UserError if a folder is no run any
         more."""
         last = self._last
         if last is None or last[0] != tag:
-            content = summary(self.folders)
+            content = summary(self.folders, self._read)
             for run, folder in zip(content["runs"], self.folders, strict=True):
                 files = answer_files(folder)
                 run["answers"] = [{"kind": file.kind, "step": file.step, "version": _version(file)} for file in files]
@@ -56,13 +62,21 @@ class Watched:
             last = self._last = (tag, pack(content))
         return last[1]
 
-    def answers(self, part: str, number: int, kind: str, step: int) -> str | None:
+    def answers(self, part: str, number: int, kind: str | None, step: int) -> str | None:
         """Return the texts or tokens of a step, packed; "" if it has none yet, None without such a
-        step."""
+        step. Of the part "logs", return the run's attempts."""
         if number >= len(self.folders):
             return None
+        if part == "logs":
+            return pack(attempts_of(self.folders[number]))
         files = [file for file in answer_files(self.folders[number]) if (file.kind, file.step) == (kind, step)]
         return _part(files[0], part) if files else None
+
+
+def _state(folder: Path) -> str:
+    run = RunFolder(folder)
+    files = [run.metrics, run.config, run.machine, run.ends, run.rollouts, run.validation(0).parent]
+    return repr([(str(path), _changed(path)) for path in (*files, *sorted(run.ends.glob("*.json")))])
 
 
 def _part(file: StepFile, part: str) -> str:
@@ -106,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._summary()
             if match := _CHUNK.fullmatch(path):
                 packed = self.server.watched.answers(
-                    match["part"], int(match["run"]), match["kind"], int(match["step"])
+                    match["part"], int(match["run"]), match["kind"], int(match["step"] or 0)
                 )
                 # browsers call a 404 an error
                 status = 404 if packed is None else 200 if packed else 204

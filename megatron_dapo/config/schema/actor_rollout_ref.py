@@ -9,6 +9,7 @@ from megatron_dapo.config.schema.agent import AgentConfig
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Decay,
+    ImportPath,
     NonNegativeFloat,
     NonNegativeInt,
     NumProcesses,
@@ -56,8 +57,8 @@ class OptimConfig(Section):
     """Peak learning rate of AdamW."""
     lr_warmup_steps: NonNegativeInt = 0
     """Rollout steps of linear warm-up from 0."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after the warm-up, over the run's steps."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] | ImportPath = "constant"
+    """Shape of the learning rate after the warm-up, over the run's steps; or your own function (docs/extend.md)."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     weight_decay: NonNegativeFloat = 0.1
@@ -185,9 +186,9 @@ class ActorConfig(Section):
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
     ] = "token-mean"
     """How token losses become one number; see docs/loss.md."""
-    loss_function: str | None = None
-    """A loss of your own over the log-probs of whole sequences, `package.module:function`, in place of the loss that
-    the keys of this section make (docs/loss.md); null = that one."""
+    loss_function: ImportPath | None = None
+    """A loss of your own over the log-probs of whole sequences, in place of the loss that the keys of this section make
+    (docs/loss.md); null = that one."""
     off_policy_shaping_mode: Annotated[Literal["exgrpo_policy_shaping", "dapo_clip_higher"], WHILE_REPLAYING] = (
         "exgrpo_policy_shaping"
     )

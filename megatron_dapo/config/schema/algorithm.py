@@ -8,6 +8,7 @@ from megatron_dapo.config.built_ins import ESTIMATORS, estimators_with
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
+    ImportPath,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -33,10 +34,12 @@ class DynamicSamplingConfig(Section):
             "seq_reward",
             "seq_final_reward",
         ]
+        | ImportPath
     ] = "strict"
     """Which groups are dropped. By raw correctness: all right or all wrong (strict), all right, all wrong, none. By a
     metric that all responses have the same of: correctness (acc), the raw reward (score), the shaped reward (seq_reward
-    and seq_final_reward; a KL penalty in the reward is subtracted after groups are chosen)."""
+    and seq_final_reward; a KL penalty in the reward is subtracted after groups are chosen). Or a function of your own
+    (docs/extend.md)."""
     form: WhileEnabled[Literal["resample", "mask"]] = "resample"
     """What becomes of those groups: others are sampled in their place; or they stay, with advantages of 0."""
     max_num_gen_batches: WhileEnabled[BoundedInt] = 10
@@ -100,8 +103,8 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal[*ESTIMATORS] = "grpo"  # type: ignore[valid-type]
-    """Advantage estimator, per token or per response: see docs/algorithms.md."""
+    adv_estimator: Literal[*ESTIMATORS] | ImportPath = "grpo"  # type: ignore[valid-type]
+    """Advantage estimator, per token or per response (docs/algorithms.md), or your own function (docs/extend.md)."""
     gamma: Annotated[Fraction, ActsIf(Is("adv_estimator", *estimators_with(discounts=True)))] = 1.0
     """Discount per token."""
     lam: Annotated[Fraction, ActsIf(Is("adv_estimator", *estimators_with(needs_critic=True)))] = 1.0

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from megatron_dapo.config.built_ins import IMPORT_PATH
 
 # Bounds far beyond any sensible value. Past them is a slip of the pen: it would cost a run its
 # memory, or its deadlines, long after its start.
@@ -21,6 +23,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+# of the user's own code; `checks/machine_checks.py` looks for it in its file
+ImportPath = Annotated[str, StringConstraints(pattern=f"^{IMPORT_PATH.pattern}$")]
 
 
 class Refused(Exception):

@@ -6,6 +6,7 @@ from megatron_dapo.config.built_ins import estimators_with
 from megatron_dapo.config.schema.base import (
     BoundedInt,
     Fraction,
+    ImportPath,
     Megabytes,
     NonNegativeFloat,
     NonNegativeInt,
@@ -60,9 +61,9 @@ class DataConfig(Section):
     """[lowest, highest]: train only on rows whose measured pass rate is within; null = on all."""
     pass_rate_key: Annotated[str, ActsIf(IsNot("pass_rate", None))] = "pass_rate"
     """Column with the pass rate; `checkpoints_tools.score_dataset` writes it."""
-    curriculum: Literal["none", "column", "measured"] = "none"
+    curriculum: Literal["none", "column", "measured"] | ImportPath = "none"
     """Easy prompts first in every epoch: by `difficulty_key`, or from the second epoch on by the share of right
-    responses that the run itself saw."""
+    responses that the run itself saw. Or the order of a class of your own (docs/extend.md)."""
     difficulty_key: Annotated[str, ActsIf(Is("curriculum", "column"))] = "difficulty"
     """Column with a number that is higher for harder prompts."""
     apply_chat_template: bool = True
@@ -136,6 +137,8 @@ class RewardConfig(Section):
     none (`reward.model` alone scores), `package.module:function`, or by_data_source (each prompt's own)."""
     kwargs: dict[str, str | int | float | bool] = {}
     """Keyword arguments of the reward function."""
+    shaping: ImportPath | None = None
+    """A function of your own that returns a response's reward, after overlong shaping (docs/extend.md); null = none."""
     num_workers: MayChangeOnResume[NumProcesses] = 2
     """Reward processes."""
     timeout_s: MayChangeOnResume[Seconds] = 5.0
@@ -209,12 +212,12 @@ class TrainerConfig(Section):
     """Rollout steps at the beginning in which the critic alone is updated."""
     test_freq: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
-    logger: MayChangeOnResume[list[Literal["console", "jsonl", "tensorboard", "wandb"]]] = [
+    logger: MayChangeOnResume[list[Literal["console", "jsonl", "tensorboard", "wandb"] | ImportPath]] = [
         "console",
         "jsonl",
         "tensorboard",
     ]
-    """Where metrics go."""
+    """Where metrics go; a class of your own too (docs/extend.md)."""
     seed: int = 1
     """Seed of mini-batches, of the generators of ranks, reward functions and environments, and, with
     `rollout.deterministic`, of responses."""
@@ -224,6 +227,8 @@ class TrainerConfig(Section):
     """Newest checkpoints that are kept, older ones are deleted; null = all."""
     keep_every: MayChangeOnResume[Annotated[PositiveInt | None, ActsIf(IsNot("keep_last", None))]] = None
     """Checkpoints of steps that are a multiple of this are kept as well."""
+    checkpoint_hook: MayChangeOnResume[ImportPath | None] = None
+    """A function of your own that is called with each finished checkpoint (docs/extend.md); null = none."""
     async_save: MayChangeOnResume[bool] = True
     """Train on while the files of a checkpoint are written."""
     save_hf: MayChangeOnResume[bool] = False

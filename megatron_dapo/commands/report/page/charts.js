@@ -5,7 +5,8 @@ const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
 const colourOf = (number) => getComputedStyle(document.documentElement).getPropertyValue(`--c${number % 8}`).trim();
 const cssValue = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-const settings = { smoothing: 0.6, axis: "step" };
+const settings = { smoothing: 0.6, axis: "step", isLog: false, range: null };
+const MOST_PARTS = 1000; // of a line: more points are no sharper, and slow
 const figures = []; // {chart, draw, isSeen}
 const observer = new IntersectionObserver((entries) => {
   for (const entry of entries) {
@@ -27,6 +28,47 @@ function redraw() {
   }
 }
 
+/** Shows these steps, or this time, in all charts; null: the whole run. */
+function zoom(range) {
+  settings.range = range;
+  for (const [place, id] of ["from", "to"].entries()) byId(id).value = range ? Number(range[place].toPrecision(5)) : "";
+  byId("whole").disabled = !range;
+  redraw();
+}
+/** Zooms to the steps that were typed; an empty field is the run's beginning or end. */
+function zoomAsTyped() {
+  const last = Math.max(1, ...shownRuns().map((run) => (settings.axis === "step" ? run.steps.step : elapsed(run, run.steps.time ?? []))?.at(-1) ?? 1));
+  const range = [Number(byId("from").value), Number(byId("to").value) || last];
+  zoom((byId("from").value || byId("to").value) && range[0] < range[1] ? range : null);
+}
+
+/** Rows [from, to) of x, ascending, within the zoom and one beside it: at most MOST_PARTS equal parts. */
+function partsOf(x) {
+  let first = 0, end = x.length;
+  const [low, high] = settings.range ?? [-Infinity, Infinity];
+  while (first < end - 1 && x[first + 1] < low) first++;
+  while (end - 1 > first && x[end - 2] > high) end--;
+  const number = Math.min(MOST_PARTS, end - first);
+  const bound = (part) => first + Math.floor(part * (end - first) / number);
+  return Array.from({ length: number }, (_, part) => [bound(part), bound(part + 1)]);
+}
+/** The rows with the lowest and the highest value of each part. */
+const extremes = (parts, values) => parts.flatMap(([from, to]) => {
+  let low = from, high = from;
+  for (let row = from + 1; row < to; row++) { if (values[row] < values[low]) low = row; if (values[row] > values[high]) high = row; }
+  return low === high ? [low] : [Math.min(low, high), Math.max(low, high)];
+});
+
+/** The axis of values. A single value gets a scale of its own size: the library's would be -1 to 1 around it. */
+function valueAxis(traces) {
+  const type = settings.isLog ? "log" : "linear";
+  let low = Infinity, high = -Infinity;
+  for (const value of traces.flatMap((trace) => trace.y)) if (!settings.isLog || value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
+  if (low !== high) return { type };
+  if (settings.isLog) return { type, range: [Math.log10(low) - 1, Math.log10(low) + 1] };
+  return { type, range: low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * low)] };
+}
+
 // on paper nothing is scrolled into view
 addEventListener("beforeprint", () => { for (const figure of figures) { if (figure.isStale) drawFigure(figure); } });
 
@@ -36,21 +78,31 @@ function layout(more = {}) {
     margin: { l: 46, r: 10, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false,
     font: { family: "system-ui, sans-serif", size: 12, color: cssValue("--soft") }, hovermode: "x unified",
     hoverlabel: { bgcolor: cssValue("--card"), bordercolor: cssValue("--line"), font: { color: cssValue("--text") } },
-    ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, exponentformat: "e", nticks: 6, ...more.yaxis },
+    ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, exponentformat: "e", nticks: 6, fixedrange: true, ...more.yaxis },
   };
 }
-const PLOT = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: "reset" };
+const PLOT = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: false };
 
-function plot(figure, traces, more) {
+/** isLinked: the chart's x axis is that of the settings, and so is its zoom. */
+function plot(figure, traces, more, isLinked = true) {
   figure.chart.setAttribute("aria-label", figure.describe());
-  return Plotly.react(figure.chart, traces, layout(more), PLOT);
+  if (isLinked && settings.range) more.xaxis.range = settings.range;
+  Plotly.react(figure.chart, traces, layout(more), PLOT);
+  if (figure.isLinked === undefined) {
+    figure.chart.on("plotly_doubleclick", () => zoom(null));
+    figure.chart.on("plotly_relayout", (change) => {
+      const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+      if (figure.isLinked && range.every(Number.isFinite)) zoom(range);
+    });
+  }
+  figure.isLinked = isLinked;
 }
 
 /** Adds a figure to a grid. parts: draw(figure), describe() for screen readers, table() -> {head, rows}. */
 function addFigure(grid, title, note, parts) {
   const chart = element("div", { class: "chart", role: "img" });
   const key = element("ul", { class: "keys-of-chart" });
-  const table = element("details", { ontoggle: () => { if (table.open) fillTable(table, figure.table()); } }, element("summary", {}, "Numbers"));
+  const table = element("details", { ontoggle: () => { if (table.open) fillTable(table, title, figure.table()); } }, element("summary", {}, "Numbers"));
   grid.append(element("figure", {}, element("figcaption", {}, element("h3", {}, title), note ? element("p", {}, note) : null), key, chart, table));
   const figure = { chart, key, isStale: true, isSeen: false, ...parts };
   chart.setAttribute("aria-label", title);
@@ -68,10 +120,10 @@ function clearFigures(grid) {
   grid.replaceChildren();
 }
 
-function fillTable(holder, { head, rows }) {
+function fillTable(holder, title, { head, rows }) {
   holder.querySelector(".scroll")?.remove();
   const cells = (name, values) => values.map((value, place) => element(name, { class: place ? "number" : undefined }, String(value)));
-  holder.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Numbers" }, element("table", {},
+  holder.append(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Numbers of ${title}` }, element("table", {},
     element("thead", {}, element("tr", {}, ...cells("th", head))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))))));
 }
@@ -119,17 +171,22 @@ function addCurves(grid, panel, shownRuns) {
   const draw = (figure) => {
     const traces = [];
     const all = lines();
+    const hidden = settings.isLog ? all.reduce((sum, { data }) => sum + data.values.filter((value) => value <= 0).length, 0) : 0;
     for (const { data, run, label, colour, dash } of all) {
       const x = settings.axis === "step" ? data.step : elapsed(run, data.time);
       const name = shownRuns().length > 1 ? `${run.name}: ${label}` : label;
       const isSmooth = settings.smoothing > 0 && !data.isHeldOut && data.values.length > 2;
       const line = { color: colour, width: 2, dash };
-      if (isSmooth) traces.push({ x, y: data.values, mode: "lines", line: { color: colour, width: 1 }, opacity: 0.25, hoverinfo: "skip" });
-      traces.push({ x, y: isSmooth ? smoothed(data.values, settings.smoothing) : data.values, name, line, customdata: data.values,
+      const parts = partsOf(x);
+      const sharp = extremes(parts, data.values);
+      const at = (rows, values) => rows.map((row) => values[row]);
+      if (isSmooth) traces.push({ x: at(sharp, x), y: at(sharp, data.values), mode: "lines", line: { color: colour, width: 1 }, opacity: 0.25, hoverinfo: "skip" });
+      const rows = isSmooth ? parts.map(([, to]) => to - 1) : sharp; // the same ones of all metrics
+      traces.push({ x: at(rows, x), y: at(rows, isSmooth ? smoothed(data.values, settings.smoothing) : data.values), name, line, customdata: at(rows, data.values),
         mode: data.isHeldOut || data.values.length < 3 ? "lines+markers" : "lines", hovertemplate: isSmooth ? "%{customdata:.4g}" : "%{y:.4g}" });
     }
-    figure.key.replaceChildren(...keyOf(all));
-    plot(figure, traces, { xaxis: { title: axisTitle(), rangemode: "tozero" } });
+    figure.key.replaceChildren(...keyOf(all), ...(hidden ? [element("li", {}, `${counted(hidden, "value")} of 0 or below: not on a log axis`)] : []));
+    plot(figure, traces, { xaxis: { title: axisTitle(), rangemode: "tozero" }, yaxis: valueAxis(traces) });
   };
   return addFigure(grid, panel.title, panel.note, { draw, describe, table });
 }
@@ -148,12 +205,14 @@ function addTime(grid, run, phases) {
     [phase.title, shownSeconds(phase.sum), `${(100 * phase.sum / total).toFixed(1)} %`, `${(phase.sum / phase.values.length).toFixed(2)} s`]) });
   const draw = (figure) => {
     const x = settings.axis === "step" ? run.steps.step : elapsed(run, run.steps.time);
-    const traces = visible.map((phase, place) => ({ x, y: phase.values.map((value) => value ?? 0), name: phase.title, stackgroup: "time", mode: "lines",
+    const parts = partsOf(x);
+    const mean = (values, [from, to]) => values.slice(from, to).reduce((sum, value) => sum + (value ?? 0), 0) / (to - from);
+    const traces = visible.map((phase, place) => ({ x: parts.map(([, to]) => x[to - 1]), y: parts.map((part) => mean(phase.values, part)), name: phase.title, stackgroup: "time", mode: "lines",
       line: { width: 0.5, color: colourOf(place), shape: "hvh" }, fillcolor: colourOf(place), hovertemplate: "%{y:.2f} s" }));
     figure.key.replaceChildren(...visible.map((phase, place) => keyEntry(colourOf(place), "solid", `${phase.title} ${(100 * phase.sum / total).toFixed(0)} %`)));
     plot(figure, traces, { xaxis: { title: axisTitle() }, yaxis: { ticksuffix: " s", rangemode: "tozero" } });
   };
-  return addFigure(grid, run.name, `${shownSeconds(total)} in ${run.steps.step?.length ?? 0} steps`, { draw, describe, table });
+  return addFigure(grid, run.name, `${shownSeconds(total)} in ${counted(run.steps.step?.length ?? 0, "step")}`, { draw, describe, table });
 }
 
 /** How slow each server was in each step: the darker, the slower. */
@@ -186,9 +245,9 @@ function eventKey(kind) {
 }
 
 function addEvents(grid, shownRuns) {
-  const describe = () => shownRuns().map((run) => `${run.name}: ${run.events.length} events`).join("; ");
+  const describe = () => shownRuns().map((run) => `${run.name}: ${counted(run.events.length, "event")}`).join("; ");
   const table = () => ({ head: [timeUnit().name, "run", "what"], rows: shownRuns().flatMap((run) =>
-    run.events.map((event) => [elapsed(run, [event.time])[0].toFixed(2), run.name, event.text])) });
+    run.events.map((event) => [signed(elapsed(run, [event.time])[0].toFixed(2)), run.name, event.text])) });
   const draw = (figure) => {
     const runs = shownRuns();
     const kinds = Object.keys(EVENTS).filter((kind) => runs.some((run) => run.events.some((event) => event.kind === kind)));
@@ -200,7 +259,7 @@ function addEvents(grid, shownRuns) {
     });
     figure.key.replaceChildren(...kinds.map(eventKey));
     plot(figure, traces, { hovermode: "closest", xaxis: { title: { text: `${timeUnit().name} since the start`, standoff: 6 } },
-      yaxis: { type: "category", categoryorder: "array", categoryarray: runs.map((run) => run.name).reverse(), range: [-0.6, runs.length - 0.4] } });
+      yaxis: { type: "category", categoryorder: "array", categoryarray: runs.map((run) => run.name).reverse(), range: [-0.6, runs.length - 0.4] } }, settings.axis === "time");
   };
   return addFigure(grid, "On the time axis", "", { draw, describe, table });
 }

@@ -13,7 +13,7 @@ function element(name, attributes = {}, ...children) {
     else if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
+  made.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
   return made;
 }
 
@@ -57,8 +57,11 @@ const shownNumber = (value, digits = 3) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const isFar = value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6);
   const text = isFar ? value.toExponential(1) : Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(digits);
-  return text.replace("-", "−");
+  return signed(text);
 };
+/** A number's text with a true minus, and a zero without one. */
+const signed = (text) => (/^-[0.]+$/.test(text) ? text.slice(1) : text).replaceAll("-", "−");
+const counted = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 const shownSeconds = (seconds) => {
   const whole = Math.round(seconds);
   if (whole < 60) return `${seconds.toFixed(1)} s`;
@@ -73,6 +76,22 @@ function series(run, metric) {
   const rows = table[metric].map((value, row) => [table.step[row], table.time[row], value]).filter((row) => row[2] !== null);
   if (!rows.length) return null;
   return { step: rows.map((row) => row[0]), time: rows.map((row) => row[1]), values: rows.map((row) => row[2]), isHeldOut: table === run.validations };
+}
+
+const MAX_REPEATS = 4, MAX_NAME = 80, MAX_MATCH_MS = 300;
+
+/** The names that a regular expression finds. Throws an Error that says why not.
+ * In bounded time: without repeated groups, and with few repetitions, a match of a short name takes milliseconds. */
+function matchingNames(names, source) {
+  const plain = source.replace(/\\.|\[(?:\\.|[^\]\\])*\]/g, "x").replaceAll("(?", "(");
+  if (/\)[*+{]/.test(plain)) throw new Error("A group in ( ) cannot be repeated here.");
+  if ((plain.match(/[*+?{]/g) ?? []).length > MAX_REPEATS) throw new Error(`At most ${MAX_REPEATS} of * + ? { } are possible.`);
+  const pattern = new RegExp(source, "i");
+  const end = performance.now() + MAX_MATCH_MS;
+  return names.filter((name) => {
+    if (performance.now() > end) throw new Error("The expression takes too long.");
+    return pattern.test(name.slice(0, MAX_NAME));
+  });
 }
 
 /** When the run began, in seconds since 1970. */

@@ -3,6 +3,7 @@
 
 const POLL_MS = 4000;
 let runs = []; // of the summary, each with its number and whether it is shown
+const MOST_FOUND = 60; // charts of an expression
 let drawnPanels = "";
 const shownRuns = () => runs.filter((run) => run.isShown);
 
@@ -26,6 +27,7 @@ function showRuns() {
     const toggle = (event) => {
       run.isShown = event.target.checked;
       if (!shownRuns().length) { run.isShown = true; event.target.checked = true; }
+      showSummary(shownSummary);
       showTimes();
       redraw();
     };
@@ -38,7 +40,7 @@ function showSummary(summary) {
   byId("cards").replaceChildren(...runs.map((run) => element("article", { class: "card" },
     element("h3", {}, run.name, element("span", { class: `badge ${run.state}` }, run.state)),
     element("p", {}, `${run.sentence}.`),
-    element("dl", {}, ...run.facts.flatMap(([what, value]) => [element("dt", {}, what), element("dd", {}, value)])))));
+    run.isShown && element("dl", {}, ...run.facts.flatMap(([what, value]) => [element("dt", {}, what), element("dd", {}, value)])))));
   const rows = summary.config;
   const differing = rows.filter((row) => row.differs);
   const config = byId("config");
@@ -56,26 +58,53 @@ function showSummary(summary) {
   fill();
 }
 
+/** Fills in the attempts of the runs that are shown, when they are opened. */
+async function showAttempts() {
+  if (!byId("attempts").open) return;
+  const known = await Promise.all(shownRuns().map(async (run) => [run, asJson(await chunk(`logs-${run.number}`, `logs/${run.number}`))]));
+  byId("attempts").lastElementChild.replaceChildren(...known.flatMap(([run, attempts]) => [
+    element("h3", {}, attempts.length ? run.name : `${run.name} has no logs`),
+    ...attempts.map(({ name, changes, logs }) => element("details", {}, element("summary", {}, name),
+      element("p", {}, changes.length ? "Changed since the attempt before:" : "No key is known to have changed."),
+      element("dl", {}, ...changes.flatMap(([key, before, now]) => [element("dt", { class: "mono" }, key), element("dd", { class: "mono" }, `${before} → ${now}`)])),
+      ...logs.map(([log, end]) => element("details", {}, element("summary", {}, log), element("pre", { class: "scroll", tabindex: "0" }, end)))))]));
+}
+
 function showTimes() {
   clearFigures(byId("time-figures"));
   for (const run of shownRuns()) if (Object.keys(run.phases).length) addTime(byId("time-figures"), run, phaseTitles);
   for (const run of shownRuns()) addServers(byId("time-figures"), run);
 }
 
+/** The panels of curves; with an expression, one for each metric that it finds. */
+function chosenCurves(summary, names) {
+  const source = byId("pattern").value, said = byId("found");
+  said.value = "";
+  if (!source) return summary.curves;
+  try {
+    const found = matchingNames(names, source);
+    said.value = counted(found.length, "metric") + (found.length > MOST_FOUND ? `, the first ${MOST_FOUND} are shown` : "");
+    return found.slice(0, MOST_FOUND).map((name) => ({ title: name, note: "", series: [[name, name]] }));
+  } catch (error) { said.value = error.message; return summary.curves; }
+}
+
 let phaseTitles = [];
+let shownSummary = null;
 function showFigures(summary) {
+  shownSummary = summary;
   phaseTitles = summary.phases;
-  const panels = JSON.stringify([summary.curves, summary.utilisation, runs.map((run) => run.name)]);
+  const names = [...new Set(runs.flatMap((run) => [...Object.keys(run.steps), ...Object.keys(run.validations)]))].filter((name) => !["step", "time"].includes(name)).sort();
+  const curves = chosenCurves(summary, names);
+  const panels = JSON.stringify([curves, summary.utilisation, runs.map((run) => run.name)]);
   if (panels !== drawnPanels) {
     drawnPanels = panels;
-    for (const [id, list] of [["curve-figures", summary.curves], ["utilisation-figures", summary.utilisation]]) {
+    for (const [id, list] of [["curve-figures", curves], ["utilisation-figures", summary.utilisation]]) {
       clearFigures(byId(id));
       for (const panel of list) addCurves(byId(id), panel, shownRuns);
     }
     clearFigures(byId("event-figures"));
     addEvents(byId("event-figures"), shownRuns);
-    const names = [...new Set(runs.flatMap((run) => [...Object.keys(run.steps), ...Object.keys(run.validations)]))].filter((name) => !["step", "time"].includes(name)).sort();
-    byId("metric").replaceChildren(byId("metric").firstElementChild, ...names.map((name) => element("option", {}, name)));
+    byId("metrics").replaceChildren(...names.map((name) => element("option", { value: name })));
   }
   showTimes();
   redraw();
@@ -85,19 +114,11 @@ function showFigures(summary) {
 function showEventList() {
   const all = runs.flatMap((run) => run.events.map((event) => ({ ...event, run })));
   const failures = all.filter((event) => event.kind === "failure").length;
-  byId("event-list").querySelector("summary").textContent = `${all.length} events` + (failures ? `, ${failures} failures` : "");
-  const row = (event) => [elapsed(event.run, [event.time])[0].toFixed(2), event.run.name, EVENTS[event.kind][0], event.text].map((text) => element("td", {}, text));
+  byId("event-list").querySelector("summary").textContent = counted(all.length, "event") + (failures ? `, ${counted(failures, "failure")}` : "");
+  const row = (event) => [signed(elapsed(event.run, [event.time])[0].toFixed(2)), event.run.name, EVENTS[event.kind][0], event.text].map((text) => element("td", {}, text));
   byId("event-list").querySelector("table").replaceChildren(
     element("thead", {}, element("tr", {}, ...[timeUnit().name, "run", "kind", "what"].map((text) => element("th", { scope: "col" }, text)))),
     element("tbody", {}, ...all.map((event) => element("tr", {}, ...row(event)))));
-}
-
-function addMetric(event) {
-  const name = event.target.value;
-  event.target.value = "";
-  if (!name) return;
-  const figure = addCurves(byId("curve-figures"), { title: name, note: "", series: [[name, name]] }, shownRuns);
-  figure.chart.closest("figure").scrollIntoView({ block: "center" });
 }
 
 function listen() {
@@ -106,16 +127,24 @@ function listen() {
     event.target.nextElementSibling.value = settings.smoothing.toFixed(2);
     redraw();
   });
-  byId("axis").addEventListener("change", (event) => { settings.axis = event.target.value; redraw(); });
-  byId("metric").addEventListener("change", addMetric);
+  byId("axis").addEventListener("change", (event) => { settings.axis = event.target.value; zoom(null); });
+  byId("scale").addEventListener("change", (event) => { settings.isLog = event.target.value === "log"; redraw(); });
+  for (const id of ["from", "to"]) byId(id).addEventListener("change", zoomAsTyped);
+  byId("whole").addEventListener("click", () => zoom(null));
+  byId("pattern").addEventListener("change", () => { if (shownSummary) showFigures(shownSummary); });
   byId("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => setTheme(event.matches ? "dark" : "light"));
+  byId("attempts").addEventListener("toggle", () => showAttempts().catch(failed));
   listenToViewer();
 }
 
 function take(summary) {
-  const hidden = new Set(runs.filter((run) => !run.isShown).map((run) => run.number));
-  runs = summary.runs.map((run, number) => ({ ...run, number, isShown: !hidden.has(number) }));
+  const before = new Map(runs.map((run) => [run.folder, run.isShown]));
+  const viewed = runs[view.run]?.folder;
+  const newest = [...summary.runs].sort((a, b) => (b.steps.time?.at(-1) ?? 0) - (a.steps.time?.at(-1) ?? 0)).slice(0, 5); // shown at first
+  callMarks = summary.calls;
+  runs = summary.runs.map((run, number) => ({ ...run, number, isShown: before.get(run.folder) ?? newest.includes(run) }));
+  view.run = Math.max(0, runs.findIndex((run) => run.folder === viewed));
   showRuns();
   showSummary(summary);
   showFigures(summary);

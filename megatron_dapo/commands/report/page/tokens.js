@@ -103,19 +103,31 @@ function tokenDetails(answer, token) {
   return parts.join("\n");
 }
 
-/** The answer's tokens as coloured text, at most `limit` of them. */
-function colouredText(answer, scale, limit, words) {
+/** The calls of tools in the tokens [from, to). */
+function callTokens(answer, from, to) {
+  const starts = [];
+  let text = "";
+  for (let token = from; token < to; token++) { starts.push(text.length); text += answer.text(token); }
+  const end = (at) => { const next = starts.findIndex((start) => start >= at); return next < 0 ? to : from + next; };
+  return callsIn(text).map((call) => ({ ...call, from: from + starts.findLastIndex((start) => start <= call.from), to: end(call.to) }));
+}
+
+/** The answer's tokens as coloured text, at most `limit` of them; an agent's, with its calls folded. */
+function colouredText(answer, scale, limit, words, isAgent) {
   const holder = document.createDocumentFragment();
   const hits = words ? hitTokens(answer, words) : new Set();
   const end = Math.min(answer.size, limit);
-  let place = holder;
+  let place = holder, calls = [];
   for (let token = 0; token < end; token++) {
     if (token === 0 || answer.isRead(token) !== answer.isRead(token - 1)) {
       let next = token;
-      while (next < end && answer.isRead(next)) next++;
+      while (next < end && answer.isRead(next) === answer.isRead(token)) next++;
       place = holder;
-      if (next - token >= LONG_READ / 4) holder.append(place = folded(`read: ${next - token} tokens`));
+      calls = isAgent && !answer.isRead(token) ? callTokens(answer, token, next) : [];
+      if (answer.isRead(token) && next - token >= LONG_READ / 4) holder.append(place = folded(`read: ${next - token} tokens`));
     }
+    if (calls.some((call) => call.to === token)) place = holder;
+    for (const call of calls) if (call.from === token) holder.append(place = folded(call.label));
     const span = element("span", { class: "token", "data-token": token }, answer.text(token));
     if (answer.isRead(token)) span.classList.add("read");
     if (hits.has(token)) span.classList.add("hit");

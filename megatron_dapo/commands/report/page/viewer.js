@@ -4,10 +4,12 @@
 const FIRST = { list: 40, groups: 12 }; // cards that are made at once
 const LONG_TEXT = 2500; // characters, or tokens / 4, that are shown before "all of it"
 const LONG_READ = 400; // characters, or tokens / 4, read between two turns: from here they are folded
+const CALL_NAME = /(?:"name"\s*:\s*"|functions\.|<function=|<tool_call>\s*|begin[|｜]>(?:functions\.)?)([\w.-]{1,60})/; // in the families' forms of a call
 const MAX_HITS = 300; // of a search in all steps
 
 const steps = new Remembered(60); // parsed texts of a step, and its tokens
 const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn", as: "groups", colour: "", words: "", everywhere: false, only: null, limit: 0, turn: 0 };
+let callMarks = []; // [start, end] of a call of a tool; no end: it ends with the turn
 let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place, key}
 const allFiles = new Map(); // by key, each once: answers that are shown hold theirs
 
@@ -116,7 +118,7 @@ async function showAnswers(keepLimit = false) {
   const of = isSearch ? `Steps ${files[0].step} to ${files.at(-1).step}` : `Step ${file.step}`;
   const share = total ? `, ${numRight} right (${Number((100 * numRight / total).toFixed(1))} %), ${numCut} cut, ${numLoops} in a loop` : "";
   const most = isSearch && found.length >= MAX_HITS ? ` The first ${MAX_HITS} that match are shown.` : found.length < total ? ` ${found.length} match.` : "";
-  byId("status").textContent = `${of}: ${total} answers in ${numGroups} groups${share}.${most}${carriedNote()}`;
+  byId("status").textContent = `${of}: ${counted(total, "answer")} in ${counted(numGroups, "group")}${share}.${most}${carriedNote()}`;
   present(found, known);
 }
 
@@ -124,7 +126,7 @@ async function showAnswers(keepLimit = false) {
 function carriedNote() {
   const run = runs[view.run];
   const isPart = run.num_answer_files > run.answers.length;
-  return isPart ? ` The page has the answers of ${run.answers.length} of ${run.num_answer_files} steps; report --watch shows all.` : "";
+  return isPart ? ` The page has the answers of ${run.answers.length} of ${counted(run.num_answer_files, "step")}; report --watch shows all.` : "";
 }
 
 function emptied(text) {
@@ -173,7 +175,7 @@ function groupCard(group, answers, context) {
   return element("article", { class: "group", "aria-label": `Group ${group.uid ?? ""}` },
     element("header", {}, ...labels.map((label) => typeof label === "string" ? element("span", {}, label) : label), back),
     element("div", { class: "prompt" }, ...marked(group.prompt ?? "")),
-    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": "Answers of the group" },
+    element("div", { class: "side", tabindex: "0", role: "region", "aria-label": `Answers of ${group.uid ?? "the group"}` },
       ...[...answers, ...earlier].map((answer) => answerCard(answer, context, false, answer.file !== answers[0].file))));
 }
 
@@ -187,7 +189,7 @@ function shareOf(group) {
 function answerCard(answer, context, hasPrompt, isEarlier = false) {
   const tokens = context.tokens(answer);
   const verdict = answer.correct ? ["right", "✓ right"] : ["wrong", "✗ wrong"];
-  const figures = [`reward ${shownNumber(answer.reward_, 2)}`, `${answer.num_tokens} tokens`];
+  const figures = [`reward ${shownNumber(answer.reward_, 2)}`, counted(answer.num_tokens ?? 0, "token")];
   if (!answer.branches) figures.push(...advantageOf(tokens[0]));
   const header = element("header", {},
     element("span", { class: `badge ${verdict[0]}` }, verdict[1]),
@@ -211,10 +213,27 @@ const advantageOf = (tokens) => typeof tokens?.advantage === "number" ? [`A\u00a
 /** Text that is closed at first, but not while words are searched. */
 const folded = (label, ...nodes) => element("details", { class: "folded", open: view.words !== "" }, element("summary", {}, label), ...nodes);
 
+const escaped = (mark) => mark.replace(/[\\|.*+?^$()[\]{}]/g, "\\$&");
+
+/** The calls of tools in a turn: {from, to, label}, by the marks of the models' families. */
+function callsIn(text) {
+  const forms = callMarks.map(([start, end]) => `${escaped(start)}[^]*?(?:${end ? `${escaped(end)}|` : ""}$)`);
+  return [...text.matchAll(new RegExp(forms.join("|"), "g"))].map(({ 0: call, index }) =>
+    ({ from: index, to: index + call.length, label: `call: ${CALL_NAME.exec(call.slice(0, 300))?.[1] ?? "a tool"}` }));
+}
+
+/** The text of a turn, its calls folded. */
+function withCalls(text) {
+  const nodes = [];
+  let at = 0;
+  for (const { from, to, label } of callsIn(text)) nodes.push(...marked(text.slice(at, from)), folded(label, ...marked(text.slice(from, at = to))));
+  return [...nodes, ...marked(text.slice(at))];
+}
+
 /** A branch of an agent's trajectory; the first one is open. */
 function branchOf(answer, at, tokens, scale) {
   const branch = answer.branches[at];
-  const figures = [`branch ${at + 1} of ${answer.branches.length}`, `${branch.num_tokens} tokens`, ...advantageOf(tokens)];
+  const figures = [`branch ${at + 1} of ${answer.branches.length}`, counted(branch.num_tokens ?? 0, "token"), ...advantageOf(tokens)];
   const prompt = element("div", { class: "text" }, ...marked(branch.prompt ?? ""));
   return element("details", { class: "branch", open: at === 0 || view.words !== "" },
     element("summary", {}, figures.join(" · ")), folded("prompt", prompt), textOf(branch, tokens, scale));
@@ -227,11 +246,12 @@ function textOf(answer, tokens, scale) {
     if (tokens) {
       holder.tabIndex = 0;
       holder.tokens = tokens;
-      holder.append(colouredText(tokens, scale, isWhole ? Infinity : LONG_TEXT / 4, view.words));
+      holder.append(colouredText(tokens, scale, isWhole ? Infinity : LONG_TEXT / 4, view.words, Boolean(answer.turns)));
     } else if (answer.turns) {
       for (const { by, text } of answer.turns) {
-        const span = element("span", { class: `by-${by === "model" ? "model" : "environment"}` }, ...marked(text));
-        holder.append(by === "model" || text.length < LONG_READ ? span : folded(`read: ${text.length} characters`, span));
+        const isModel = by === "model";
+        const span = element("span", { class: `by-${isModel ? "model" : "environment"}` }, ...(isModel ? withCalls(text) : marked(text)));
+        holder.append(isModel || text.length < LONG_READ ? span : folded(`read: ${text.length} characters`, span));
       }
     } else {
       holder.append(...marked(isWhole ? answer.text ?? "" : (answer.text ?? "").slice(0, LONG_TEXT)));
@@ -278,7 +298,7 @@ function showOnly(group, file) {
 
 /** The one object of a file and its content so far. */
 function fileOf(entry, place) {
-  const key = `${view.run} ${entry.kind} ${entry.step} ${entry.version ?? ""}`;
+  const key = `${runs[view.run].folder} ${entry.kind} ${entry.step} ${entry.version ?? ""}`;
   if (!allFiles.has(key)) allFiles.set(key, { ...entry, key });
   return Object.assign(allFiles.get(key), { place });
 }

@@ -1,0 +1,1 @@
+"""The program from Python: reads runs, starts them, converts models."""
