@@ -69,14 +69,16 @@ class _Attempt:
         self.forest = Forest(*start.seeds, number)
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.is_late = False
+        self.num_written = 0  # tokens, also of requests without an answer
         self.tools = TimeSpent()  # without a request
         self._start = start
         self._tokenizer = tokenizer
         self._salt: str | None = None
-        self._num_open = self._num_waiting = 0  # requests; those that wait for a place at a server
+        self._open: set[asyncio.Task] = set()  # requests
+        self._num_waiting = 0  # of them for a place at a server
         self.seconds_left = timeout_s
         self._clock = TimeSpent()
-        self.note(0, 0)
+        self.note(0)
 
     async def become_late(self) -> None:
         """Return when its seconds are used up; they stand still while a request waits for a place."""
@@ -88,7 +90,10 @@ class _Attempt:
     async def answer(self, turn: Turn) -> list[Answer]:
         """Return the answers to a request: an `AnswerTurn`. A failure of servers ends the attempt."""
         suffix = token_array(turn.suffix, TOKEN)
-        self.note(1, 0)
+        asked = asyncio.current_task()
+        assert asked is not None, "of a question"
+        self._open.add(asked)
+        self.note(0)
         try:
             seeds = [self.forest.next_seed(turn.parent, suffix) for _ in range(turn.num_answers)]
             generations = await run_all(self._generate(turn, suffix, seed) for seed in seeds)
@@ -97,7 +102,8 @@ class _Attempt:
                 self.failure.set_result(error)
             raise TurnRefused(403, "trajectory_ended", "the trajectory has ended") from error
         finally:
-            self.note(-1, 0)
+            self._open.discard(asked)
+            self.note(0)
         answers = []
         for choice, (seed, written) in enumerate(zip(seeds, generations, strict=True)):
             number = self.forest.add(Node(turn.parent, suffix, written, seed, turn.request, choice))
@@ -115,11 +121,15 @@ class _Attempt:
             attempt=self,
         )
         params = replace(self._start.params, max_new_tokens=turn.max_new_tokens, stop=turn.stop, sampling_seed=seed)
-        self.note(0, 1)
+        self.note(1)
         try:
             generation = await self._start.generate(joined(TOKEN, before, suffix), params, budget)
+        except asyncio.CancelledError:
+            self.num_written += len(budget.answer.tokens) + budget.answer.num_given_up
+            raise
         finally:
-            self.note(0, -1)
+            self.note(-1)
+        self.num_written += len(generation.tokens)
         self._salt = self._salt or budget.cache_salt
         if generation.finish_reason == "abort":  # an agent's state cannot be restored
             raise Aborted
@@ -128,12 +138,16 @@ class _Attempt:
         num_read = len(before) + len(suffix) - budget.num_routed
         return up_to_stop(generation, turn.stop, num_read, self._tokenizer.decode)
 
-    def note(self, num_open: int, num_waiting: int) -> None:
-        """Change the numbers of requests."""
-        self._num_open += num_open
+    def note(self, num_waiting: int) -> None:
+        """Note a change in the requests. num_waiting: added to those that wait for a place."""
         self._num_waiting += num_waiting
         self._clock.switch(not self._num_waiting)
-        self.tools.switch(not self._num_open)
+        self.tools.switch(not self._open)
+
+    async def given_up(self) -> None:
+        """Return when requests for which nobody waits have ended: then all tokens are counted."""
+        if self._open:
+            await asyncio.wait(self._open)
 
 
 @dataclass
@@ -146,14 +160,14 @@ class _RequestBudget(Budget):
     async def spend(self) -> AsyncIterator[None]:
         assert self.attempt is not None
         began = time.monotonic()
-        self.attempt.note(0, -1)
+        self.attempt.note(-1)
         try:
             yield
         except ServerError:  # which costs nothing
             self.attempt.seconds_left += time.monotonic() - began
             raise
         finally:
-            self.attempt.note(0, 1)
+            self.attempt.note(1)
 
 
 @dataclass(frozen=True)
@@ -185,7 +199,9 @@ class AgentPlay:
                 except BaseException as error:
                     is_failure = isinstance(error, AgentFailure | GatewayLost)
                     is_restart = is_failure and num_left > 0
-                    self._metrics.add({"restarts": is_restart, "tokens_lost": attempt.forest.num_tokens()})
+                    if is_failure:
+                        await attempt.given_up()
+                    self._metrics.add({"restarts": is_restart, "tokens_lost": attempt.num_written})
                     if not is_failure:  # its servers are lost, or it is stopped
                         raise
                     reason = f"crash: {error}" if isinstance(error, GatewayLost) else str(error)
@@ -206,7 +222,9 @@ class AgentPlay:
                 outcome = await self._run(start, attempt, session)
             except AgentFailure as error:  # perhaps because its last request was refused
                 failure = error
+        await attempt.given_up()
         kept, left_out = attempt.forest.kept(session.notes.delivered)
+        left_out["tokens_undelivered"] += attempt.num_written - attempt.forest.num_tokens()
         trajectory = _trajectory(start, attempt, kept, session.notes)
         if trajectory.finish_reason == "stop":
             if failure is not None:

@@ -18,6 +18,7 @@ class GrowingAnswer:
     is_moving: bool = False  # its request is to end, and to go on at another server
     moved_from: str = ""  # URL of the server left last
     moved_at: float | None = None  # on the monotonic clock; None: never
+    num_given_up: int = 0  # tokens behind the kept ones of a cancelled request
 
     @property
     def tokens(self) -> np.ndarray:

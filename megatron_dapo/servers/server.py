@@ -15,6 +15,8 @@ from megatron_dapo.servers.server_error import ServerError
 from megatron_dapo.servers.server_health import ServerState
 from megatron_dapo.servers.speedometer import Speedometer
 
+_GIVE_UP_S = 2.0  # to end a request for which nobody waits, and as long again for its answer
+
 
 @dataclass(frozen=True)
 class Request:
@@ -92,9 +94,24 @@ class Server:
             if asking.cancelled():
                 raise ServerError(self.url, "/generate", None, "the server was lost")
             return asking.result()
+        except asyncio.CancelledError:
+            if answer is not None:
+                answer.num_given_up = await self._give_up(request_id, asking)
+            raise
         finally:
             del self._requests[request_id]
             asking.cancel()
+
+    async def _give_up(self, request_id: str, asking: "asyncio.Task[Generation]") -> int:
+        """End a request for which nobody waits; return its number of tokens.
+
+        0 if the server is paused, or does not answer. A closed connection it would notice seconds
+        later only.
+        """
+        await self._abort([request_id], _GIVE_UP_S)
+        await asyncio.wait({asking}, timeout=_GIVE_UP_S)
+        has_answer = asking.done() and not asking.cancelled() and asking.exception() is None
+        return len(asking.result().tokens) if has_answer else 0
 
     @property
     def _num_steps(self) -> float:

@@ -19,6 +19,8 @@ from megatron_dapo.platform.parallel import ParallelLayout
 from megatron_dapo.rollout.agent_play import AgentPlay
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import FOREIGN_VERSION, SamplingParams, SGLangClient
+from megatron_dapo.servers.growing_answer import GrowingAnswer
+from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_list import ServerList
 from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.training.distribute import StepDistributor
@@ -139,6 +141,26 @@ def test_stop_texts_end_answers_and_stay_in_their_tokens(server, played):
         num_stopped += has_stop
         assert (answer.finish_reason == "stop") == (has_stop or answer.tokens[-1] == EOS_ID)
     assert num_stopped > 3
+
+
+def test_requests_that_nobody_waits_for_end_and_tell_their_tokens(server):
+    async def give_up():
+        async with SGLangClient(server.url, server.key) as client:
+            at_server, answers = Server(client), [GrowingAnswer() for _ in range(16)]
+            params = [SamplingParams(400, sampling_seed=seed) for seed in range(16)]
+            asking = [
+                asyncio.create_task(at_server.generate((5, 6), each, 60.0, FOREIGN_VERSION, answer=answer))
+                for each, answer in zip(params, answers, strict=True)
+            ]
+            while not (await client.load()).requests_used:
+                await asyncio.sleep(0.01)
+            for task in asking:
+                task.cancel()
+            await asyncio.wait(asking)
+            return [answer.num_given_up for answer, task in zip(answers, asking, strict=True) if task.cancelled()]
+
+    counts = asyncio.run(give_up())
+    assert sum(count > 0 for count in counts) > 4 and max(counts) < 400
 
 
 def test_a_harness_that_asks_the_same_gets_other_answers(played):

@@ -197,6 +197,42 @@ def test_an_undelivered_answer_is_counted_and_not_trained_on():
     assert (played.metrics["agent/num_tokens_undelivered"], played.metrics["agent/num_tokens_twins"]) == (2, 2)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_tokens_of_a_request_that_nobody_waits_for_are_counted(fails):
+    """One of two choices was written to its end, the other one in part, with four tokens that an
+    earlier server wrote."""
+
+    class Slow(Servers):
+        async def generate(self, tokens, params, timeout_s, oldest, salt, experts, answer):
+            if tokens == [2] and len(self.asked) == 2:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    answer.parts = Generation((1, 2, 3, 4), (-0.5,) * 4, "abort", (1,) * 4)
+                    answer.num_given_up = 3
+            return await super().generate(tokens, params, timeout_s, oldest, salt, experts, answer)
+
+    async def agent(task, model):
+        await model.ask([1])
+        asking = asyncio.create_task(model.ask([2], n=2))
+        asking.add_done_callback(lambda ended: ended.exception())  # refused
+        while len(played_by.asked) < 2:
+            await asyncio.sleep(0)
+        if fails:
+            raise ValueError("scripted")
+        for request in model.session.running:
+            request.cancel()
+        await asyncio.wait({asking})
+        return Outcome(reward=1.0)
+
+    played_by = Slow()
+    played = Played(agent, servers=played_by, max_restarts=0)
+    name = "lost" if fails else "undelivered"
+    counts = {each: played.metrics[f"agent/num_tokens_{each}"] for each in ("lost", "undelivered", "twins")}
+    assert counts == {"lost": 0, "undelivered": 0, "twins": 0} | {name: 2 * fails + 2 + 4 + 3}
+    assert played.sample.num_written_tokens == 2 * (not fails)
+
+
 # --------------------------------------------------------------------------------- places and metrics
 
 

@@ -80,6 +80,40 @@ def test_tokens_of_several_weights_are_kept_with_their_versions():
     asyncio.run(scenario())
 
 
+def test_a_request_that_nobody_waits_for_ends_at_its_server_which_tells_its_tokens():
+    """A paused one writes none, and a silent one is not waited for."""
+
+    async def given_up(server, pool, prepare):
+        budget = Budget()
+        server.requests.clear()
+        asking = asyncio.create_task(sampler_of(pool)._generate(draw(0, version=1), (6,), SamplingParams(99), budget))
+        await server.until_written(1)
+        prepare()
+        await asyncio.sleep(5 * server.token_s)  # a silent one writes its present token
+        asking.cancel()
+        await asyncio.wait({asking})
+        assert asking.cancelled() and not names(pool.servers[0])
+        return budget.answer.num_given_up, server.num_written[server.requests[0]["rid"]]
+
+    def sampler_of(pool):
+        return Sampler(pool, AllRight(), Words(), RolloutConfig(), len(WORDS))
+
+    async def scenario():
+        server = WritingServer(lambda: 99)
+        async with rollout(server) as (pool, _):
+            count, written = await given_up(server, pool, lambda: None)
+            assert 5 <= count == written < 99 and server.num_open == 0
+            count, _ = await given_up(server, pool, lambda: setattr(server, "is_paused", True))
+            assert count == 0 and server.num_open == 0
+            server.is_paused = False
+            count, _ = await given_up(server, pool, lambda: setattr(server, "slowness", math.inf))
+            assert count == 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_dapo.servers.server._GIVE_UP_S", 0.5)
+        asyncio.run(scenario())
+
+
 def test_a_request_of_a_paused_server_is_not_moved():
     """It would answer without a token, and begin anew."""
 

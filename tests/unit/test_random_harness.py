@@ -5,12 +5,10 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import suppress
-from unittest.mock import patch
 
 import httpx
 import pytest
 
-from megatron_dapo.agents.forest import Forest
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.config.schema.agent import AgentConfig
@@ -84,18 +82,24 @@ def played(tmp_path_factory):
     draw, written = random.Random(7), Counter()
 
     async def answer(tokens, params):
-        await asyncio.sleep(draw.choice([0.0, 0.03]))
+        await asyncio.sleep(draw.choice([0.0, 0.03, 0.1]))
         length = draw.randint(1, params.max_new_tokens)
         answer = [draw.randrange(WORDS, WORDS + 20) for _ in range(length)]
         if length < params.max_new_tokens:
             answer[-1] = END_ID
         return tuple(answer)
 
-    def add(forest, node):  # an answer that comes after its request was given up is nobody's
-        written["tokens"] += len(node.generation.tokens)
-        return add_node(forest, node)
-
-    add_node = Forest.add
+    class Counted(Servers):
+        async def generate(self, *args):
+            try:
+                generation = await super().generate(*args)
+            except asyncio.CancelledError:
+                args[-1].num_given_up = draw.randint(0, 5)
+                written["given_up"] += 1
+                written["tokens"] += args[-1].num_given_up
+                raise
+            written["tokens"] += len(generation.tokens)
+            return generation
 
     async def play(running, servers, agents):
         tokenizer = load_tokenizer(running.folder)
@@ -108,16 +112,17 @@ def played(tmp_path_factory):
         return await sampler.sample_group(Group("g", prompt, version=1), NUM_TRAJECTORIES, params)
 
     folder = tmp_path_factory.mktemp("random") / "model"
-    with bench(folder, retry_wait_s=0.1) as running, patch.object(Forest, "add", add):
-        servers = Servers(answer)
+    with bench(folder, retry_wait_s=0.02) as running:
+        servers = Counted(answer)
         keys = AgentConfig(enable=True, max_branches=64)
         agents = Agents(keys, running.gateways, pool_of(harness)())
         group = running.runner.run(play(running, servers, agents))
-        return group, agents.metrics.take(), [tuple(tokens) for tokens, _ in servers.asked], written["tokens"]
+        return group, agents.metrics.take(), [tuple(tokens) for tokens, _ in servers.asked], written
 
 
 def test_no_trajectory_failed_and_all_that_can_happen_did(played):
-    group, metrics, _, _ = played
+    group, metrics, _, written = played
+    assert written["given_up"] > 0
     assert [sample.reward_error for sample in group.samples] == [None] * NUM_TRAJECTORIES
     for name in ("num_retries", "num_tokens_undelivered", "num_tokens_twins"):
         assert metrics[f"agent/{name}"] > 0, name
@@ -126,10 +131,10 @@ def test_no_trajectory_failed_and_all_that_can_happen_did(played):
 
 
 def test_each_written_token_is_in_one_row_or_in_a_named_number(played):
-    group, metrics, _, num_written = played
+    group, metrics, _, written = played
     counted = sum(int(branch.loss_mask.sum()) for sample in group.samples for branch in sample.branches)
     left_out = sum(metrics[f"agent/num_tokens_{name}"] for name in ("undelivered", "twins", "lost"))
-    assert counted + left_out == num_written and counted > num_written / 2
+    assert counted + left_out == written["tokens"] and counted > written["tokens"] / 2
 
 
 def test_each_turn_of_a_row_is_a_prompt_that_a_server_got(played):
