@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from megatron_dapo.agents.template_probe import arguments_are_text
+from megatron_dapo.agents.template_probe import arguments_are_text, call_id, ids_are_short
 from megatron_dapo.agents.turns import Answer, Limits, TurnRefused
 from megatron_dapo.common.bounded import MAX_DEPTH, depth_of, parse_json
 from megatron_dapo.data.chat_messages import Messages
@@ -175,15 +176,15 @@ class Conversations:
         """Return the node before the last messages and their tokens; None if there is none, or they
         cannot stand behind it."""
         size = next((size for size in range(len(messages) - 1, 0, -1) if digests[size] in self._by_digest), 0)
-        rest = self._shown(messages[size:])
-        if not size or any(message["role"] == ASSISTANT for message in rest):
+        if not size or any(message["role"] == ASSISTANT for message in messages[size:]):
             return None
         # of several the one with the calls or thoughts that the client tells
         echoed = {name for message in messages[:size] for name in _call_ids(message)}
         thoughts = messages[size - 1].get("reasoning_content")
         nodes = self._by_digest[digests[size]]
         node = max(nodes, key=lambda n: (len(n.call_ids & echoed), n.reasoning == thoughts, n.number))
-        calls = _calls_of(self._shown(messages[size - 1 : size])[0])
+        said, *rest = self._shown(messages, size - 1)
+        calls = _calls_of(said)
         try:
             turn = self._tokenizer.encode_turn(rest, node.last_token, self._has_template, variables, calls)
         except ValueError:
@@ -235,8 +236,21 @@ class Conversations:
     def _arguments_are_text(self) -> bool:
         return self._has_template and bool(arguments_are_text(self._tokenizer, self._template_kwargs))
 
-    def _shown(self, messages: Messages) -> list[Message]:
-        return [_template_message(message, self._arguments_are_text) for message in messages]
+    @cached_property
+    def _ids_are_short(self) -> bool:
+        return self._has_template and ids_are_short(self._tokenizer, self._template_kwargs, self._arguments_are_text)
+
+    def _shown(self, messages: Messages, start: int = 0) -> list[Message]:
+        """Return the messages from a place on for the chat template."""
+        ids: dict[str, str] = {}  # of calls, as the template takes them
+        numbers = count()
+        shown = []
+        for place, message in enumerate(messages):
+            for call in () if self._ids_are_short else _calls_of(message):
+                ids[call["id"]] = call_id(call["function"]["name"], next(numbers))
+            if place >= start:
+                shown.append(_template_message(message, self._arguments_are_text, ids))
+        return shown
 
     def _text(self, tokens: TokenIds) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -273,21 +287,27 @@ def _call_ids(message: Message) -> set[str]:
     return {call["id"] for call in _calls_of(message)}
 
 
-def _template_message(message: Message, arguments_are_text: bool) -> Message:
+def _template_message(message: Message, arguments_are_text: bool, ids: dict[str, str]) -> Message:
     """Return a message for a chat template.
 
     arguments_are_text: it reads a call's arguments as JSON text, else as an object.
+    ids: those of calls, as it takes them; others are made short.
     """
     shown = {**message, "content": _content(message)}
     if thoughts := shown.get("reasoning_content"):
         if not (_calls_of(message) and shown["content"]):  # which gpt-oss' template refuses together
             shown["thinking"] = thoughts
     if "tool_call_id" in shown:
-        shown["tool_call_id"] = _short(shown["tool_call_id"])
+        name = shown["tool_call_id"]
+        shown["tool_call_id"] = ids.get(name) or _short(name)
     shown_as = str if arguments_are_text else _value
     if "tool_calls" in shown:
         shown["tool_calls"] = [
-            {**call, "id": _short(call["id"]), "function": {**function, "arguments": shown_as(function["arguments"])}}
+            {
+                **call,
+                "id": ids.get(call["id"]) or _short(call["id"]),
+                "function": {**function, "arguments": shown_as(function["arguments"])},
+            }
             for call in _calls_of(message)
             for function in [call["function"]]
         ]

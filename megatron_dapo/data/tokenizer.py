@@ -28,6 +28,7 @@ ASSISTANT = "assistant"
 _OTHER_TEMPLATE = "write a template with {% generation %} blocks around the assistant's words"
 # stands for the assistant's words in a chat template; nobody's text holds it
 _MARK = f"words{secrets.token_hex(8)}"
+_OTHER_MARK = f"other{secrets.token_hex(8)}"  # for the words of others
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -120,24 +121,22 @@ class Tokenizer:
         return text[min(ends) :]
 
     def _behind(self, turn: dict[str, Any], messages: Messages, variables: Variables) -> str:
-        """Return the text behind the mark in a turn."""
-        talk = [{"role": "user", "content": "-"}, turn, *messages]
-        _, is_shown, after = self.full_text(talk, variables).rpartition(_MARK)
+        """Return the text behind the mark in a turn, with all messages."""
+        probe, roles = _probe(messages)
+        begin = [{"role": "user", "content": "-"}, turn]
+        _, is_shown, after = self.render([*begin, *probe], variables).rpartition(_MARK)
+        _require(after, roles, " behind a turn")  # some show a late system prompt first
         if not is_shown:
             raise ValueError("the model's chat template does not show an assistant's earlier words as they are")
-        return after
+        return self.render([*begin, *messages], variables).rpartition(_MARK)[2]
 
     def full_text(self, messages: Messages, variables: Variables = NONE) -> str:
         """Return the text of a prompt. Raises as `render`, and ValueError for a message left out.
 
         The assistant's own may be.
         """
-        marks = {place: f"{_MARK}-{place}-" for place, row in enumerate(messages) if row["role"] != ASSISTANT}
-        probe = [{**row, "content": marks[at]} if at in marks else row for at, row in enumerate(messages)]
-        shown = self.render(probe, variables)
-        for place, mark in marks.items():
-            if mark not in shown:
-                raise ValueError(f"the model's chat template leaves out a message of role {messages[place]['role']!r}")
+        probe, roles = _probe(messages)
+        _require(self.render(probe, variables), roles)
         return self.render(messages, variables)
 
     def encode_answered(self, prompt: str | Messages, response: str) -> tuple[int, ...]:
@@ -406,6 +405,20 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
             f"the template, or a list of objects with name and template."
         )
     return template
+
+
+def _probe(messages: Messages) -> tuple[Messages, dict[str, str]]:
+    """Return messages with marks for all words but the assistant's, and the role behind each mark."""
+    marks = {place: f"{_OTHER_MARK}-{place}-" for place, row in enumerate(messages) if row["role"] != ASSISTANT}
+    probe = [{**row, "content": marks[at]} if at in marks else row for at, row in enumerate(messages)]
+    return probe, {mark: messages[place]["role"] for place, mark in marks.items()}
+
+
+def _require(text: str, roles: dict[str, str], place: str = "") -> None:
+    """Raise ValueError if a mark is not in the text."""
+    for mark, role in roles.items():
+        if mark not in text:
+            raise ValueError(f"the model's chat template leaves out a message of role {role!r}{place}")
 
 
 def _marked(call: dict[str, Any]) -> dict[str, Any]:

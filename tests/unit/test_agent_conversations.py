@@ -23,7 +23,7 @@ ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    names = ("chatml", "qwen2_5", "qwen3", "no tools", "tools last", "gptoss")
+    names = ("chatml", "qwen2_5", "qwen3", "gemma 3", "tools last", "gptoss", "kimi k2", "deepseekv3")
     return {name: tokenizer_with(tmp_path_factory.mktemp("model"), name) for name in names}
 
 
@@ -87,10 +87,10 @@ class Talk:
         self.paths[node] = [*self.prompt(place), *tokens]
         return message
 
-    def written(self, messages, text=ANSWER, tools=None, **shown):
+    def written(self, messages, text=ANSWER, tools=None, calls=(), **shown):
         """Ask, and answer in a token per character with the end-of-turn token."""
         place = self.conversations.place(messages, tools)
-        return self.answer(place, letters(self.tokenizer, text) + self.tokenizer.encode(END), **shown)
+        return self.answer(place, letters(self.tokenizer, text) + self.tokenizer.encode(END), *calls, **shown)
 
     def ask(self, messages, tools=None):
         return self.conversations.place(messages, tools)
@@ -335,6 +335,30 @@ def test_calls_are_rendered_with_ids_that_mistrals_templates_take(tokenizers):
     assert re.fullmatch("[0-9a-z]{9}", shown) and text.count(shown) == 2
 
 
+def test_kimis_template_names_calls_and_results_by_name_and_place(tokenizers):
+    """Its models write `functions.add:0`: behind their own tokens a result must name the same."""
+    talk = Talk(tokenizers["kimi k2"])
+    asked = [user("2+2?")]
+    names = []
+    for number in range(3):
+        calls = [("add", f'{{"a": {number}}}')]
+        said = talk.written(asked, f"functions.add:{number}", TOOLS, calls, content="")
+        asked += [said, result("4", said["tool_calls"][0]["id"])]
+        names += [f"functions.add:{number}"] * 2
+    appended, rendered = talk.ask(asked, TOOLS), talk.ask([user("Again?"), *asked[1:]], TOOLS)
+    assert appended.parent == 2 and rendered.parent is None
+    for place in (appended, rendered):
+        assert re.findall(r"functions\.add:\d", talk.text(place)) == names
+    assert "## Return of functions.add:2\n4<|im_end|>" in talk.text(appended)
+
+
+def test_a_late_system_prompt_that_the_template_shows_first_begins_a_branch(tokenizers):
+    talk = Talk(tokenizers["deepseekv3"])
+    asked = [user("2+2?"), talk.written([user("2+2?")]), {"role": "system", "content": "Be long."}, user("Sure?")]
+    place = talk.ask(asked)
+    assert place.parent is None and talk.text(place).startswith("<|endoftext|>Be long.<｜User｜>2+2?")
+
+
 def test_thoughts_reach_a_rendered_prompt_where_the_template_shows_them(tokenizers):
     talk = Talk(tokenizers["gptoss"], history="rendered")
     analysis = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=functions.add"
@@ -346,9 +370,9 @@ def test_thoughts_reach_a_rendered_prompt_where_the_template_shows_them(tokenize
 @pytest.mark.parametrize(
     "template, messages, tools, words",
     [
-        ("no tools", ASK, TOOLS, "shows no tool of 'add'"),
-        ("no tools", [*ASK, {"role": "assistant", "content": "x"}, result("4")], None, "role 'tool'|alternate"),
-        ("no tools", [ASK[1], ASK[1]], None, "alternate"),
+        ("gemma 3", ASK, TOOLS, "shows no tool of 'add'"),
+        ("gemma 3", [*ASK, {"role": "assistant", "content": "x"}, result("4")], None, "role 'tool'|alternate"),
+        ("gemma 3", [ASK[1], ASK[1]], None, "alternate"),
     ],
 )
 def test_what_the_template_cannot_tell_the_model_is_refused(tokenizers, template, messages, tools, words):

@@ -22,7 +22,15 @@ RESULTS = [
     {"role": "tool", "content": "five", "tool_call_id": "bbbbbbbbb", "name": "add"},
 ]
 MORE = [{"role": "user", "content": "And now?"}]
-END = {"deepseekv3": "<｜end▁of▁sentence｜>", "gptoss": "<|call|>", "glm4moe": "<|user|>"}
+END = {
+    "deepseekv3": "<｜end▁of▁sentence｜>",
+    "deepseek_r1_distill": "<｜end▁of▁sentence｜>",
+    "gptoss": "<|call|>",
+    "glm4moe": "<|user|>",
+    "glm 4": "<|user|>",
+    "gemma 3": "<end_of_turn>",
+}
+SHOWS_NO_CALLS = ("deepseek_r1_distill", "gemma 3", "glm 4", "no results")
 
 # the text between a model's turn with its end-of-turn token and the next turn, read off the templates
 CHATML_RESULTS = (
@@ -49,6 +57,20 @@ APPENDED = {
     "glm4moe": (
         "<|observation|>\n<tool_response>\nfour\n</tool_response>\n<tool_response>\nfive\n</tool_response><|assistant|>",
         "<|user|>\nAnd now?<|assistant|>",
+    ),
+    "kimi k2": (
+        "<|im_system|>add<|im_middle|>## Return of aaaaaaaaa\nfour<|im_end|>"
+        "<|im_system|>add<|im_middle|>## Return of bbbbbbbbb\nfive<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        "<|im_user|>user<|im_middle|>And now?<|im_end|><|im_assistant|>assistant<|im_middle|>",
+    ),
+    "lfm2": (
+        "\n<|im_start|>tool\n<|tool_response_start|>four<|tool_response_end|><|im_end|>"
+        "\n<|im_start|>tool\n<|tool_response_start|>five<|tool_response_end|><|im_end|>\n<|im_start|>assistant\n",
+        CHATML_MORE,
+    ),
+    "nemotron 3": (
+        CHATML_RESULTS.replace("</tool_response><|im_end|>", "</tool_response>\n<|im_end|>") + "<think>\n",
+        CHATML_MORE + "<think>\n",
     ),
     "one call": (
         '<|im_start|>ipython\n"four"<|im_end|><|im_start|>ipython\n"five"<|im_end|><|im_start|>assistant\n',
@@ -93,7 +115,31 @@ def test_two_results_and_a_users_message_are_appended_as_the_template_writes_the
     assert tuple(shown) == APPENDED[name]
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "one call", "chatml"])
+@pytest.mark.parametrize(
+    "name, appended, refused",
+    [
+        ("gemma 3", "\n<start_of_turn>user\nAnd now?<end_of_turn>\n<start_of_turn>model\n", "roles must alternate"),
+        ("glm 4", "<|user|>\nAnd now?<|assistant|>", "leaves out a message of role 'tool'"),
+    ],
+)
+def test_a_template_without_results_is_appended_users_messages_alone(tokenizers, name, appended, refused):
+    tokenizer = tokenizers(name)
+    end = None if name == "glm 4" else tokenizer.eos_token_ids[-1]
+    shown = tokenizer.encode_turn(MORE, end, True, {"tools": TOOLS})
+    assert tokenizer.decode(shown, skip_special_tokens=False) == appended
+    with pytest.raises(ValueError, match=refused):
+        tokenizer.encode_turn(RESULTS, end, True, {"tools": TOOLS}, calling(False, 3)["tool_calls"])
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseek_r1_distill", "glm 4"])
+def test_a_system_prompt_that_the_template_shows_first_is_not_lost_behind_a_turn(tokenizers, name):
+    late = [{"role": "system", "content": "late"}]
+    assert "late" in tokenizers(name).full_text([*MORE, {"role": "assistant", "content": "x"}, *late])
+    with pytest.raises(ValueError, match="leaves out a message of role 'system' behind a turn"):
+        tokenizers(name).encode_turn(late, None, True)
+
+
+@pytest.mark.parametrize("name", [*APPENDED, "chatml"])
 def test_the_appended_text_ends_the_whole_conversation_of_transformers(tokenizers, name):
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -109,7 +155,7 @@ def test_the_appended_text_ends_the_whole_conversation_of_transformers(tokenizer
     assert texts[0].endswith(tokenizer.decode(appended, skip_special_tokens=False))
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "one call", "chatml", "no tools", "no results"])
+@pytest.mark.parametrize("name", sorted({*FAMILIES, *APPENDED, *SHOWS_NO_CALLS, "chatml"}))
 def test_families_can_be_appended_to(tokenizers, name):
     assert template_fault(tokenizers(name), {}) is None
 
@@ -123,11 +169,17 @@ def test_a_template_that_moves_text_is_refused_at_the_start_in_one_sentence_with
 
 @pytest.mark.parametrize(
     "name, is_text",
-    [(name, name == "deepseekv3") for name in FAMILIES]
-    + [("one call", False), ("no tools", None), ("no results", None), ("arguments as they are", True)],
+    [(name, name == "deepseekv3") for name in APPENDED]
+    + [(name, None) for name in SHOWS_NO_CALLS]
+    + [("arguments as they are", True)],
 )
 def test_the_probe_finds_the_form_of_arguments(tokenizers, name, is_text):
     assert arguments_are_text(tokenizers(name), {}) is is_text
+
+
+def test_a_template_that_begins_later_results_otherwise_is_refused_at_the_start(tokenizers):
+    fault = template_fault(tokenizers("later results"), {})
+    assert "tool results" in fault and "set it to rendered" in fault
 
 
 def test_variables_of_the_template_reach_prompts_and_appended_turns(tokenizers):
