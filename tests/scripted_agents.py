@@ -188,6 +188,9 @@ class Servers:
         await asyncio.sleep(self.slot_s)
         yield self
 
+    def mark_behind(self, server, reason):
+        """It stays."""
+
     async def generate(self, tokens, params, timeout_s, oldest, salt, experts, answer):
         self.asked.append((tokens.tolist(), params))
         self.questions.append(experts)

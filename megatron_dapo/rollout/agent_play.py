@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 import random
-import time
 from collections import ChainMap
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -159,15 +158,16 @@ class _RequestBudget(Budget):
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
         assert self.attempt is not None
-        began = time.monotonic()
         self.attempt.note(-1)
         try:
-            yield
-        except ServerError:  # which costs nothing
-            self.attempt.seconds_left += time.monotonic() - began
-            raise
+            with self.charge():
+                yield
         finally:
             self.attempt.note(1)
+
+    def refund(self) -> None:
+        assert self.attempt is not None
+        self.attempt.seconds_left += self.seconds_spent
 
 
 @dataclass(frozen=True)

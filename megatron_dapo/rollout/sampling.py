@@ -244,7 +244,6 @@ class Sampler:
         while True:
             avoid = {*failures, answer.moved_from}
             async with self._servers.slot(avoid, budget.server_url, answer.moved_at is not None) as server:
-                seconds_left = budget.seconds_left
                 try:
                     part = await self._ask(server, group, tokens, params, budget)
                     reason = self._fault(part, answer)
@@ -266,7 +265,9 @@ class Sampler:
                     self.counts["moves"] += 1
                     self.counts["restarts"] += len(part.tokens) < 2  # none is kept
                     continue
-                self.counts["restarts"] += 1
+            self.counts["restarts"] += 1
+            budget.refund()
+            if reason is None:
                 earlier, own = np.split(is_refused, [len(answer.tokens)])
                 if earlier.any():
                     answer.parts = None
@@ -277,11 +278,8 @@ class Sampler:
                     # a server behind is not asked again, so this ends
                     self._servers.mark_behind(server, reason)
                     continue
-            else:
-                self.counts["restarts"] += 1
             failures[server.url] = reason
             answer.moved_from = ""
-            budget.seconds_left = seconds_left  # the failed server costs nothing
             num_failures += 1
             if num_failures > self._keys.max_retries:
                 where = "; ".join(f"{url}: {reason}" for url, reason in failures.items())

@@ -44,6 +44,7 @@ class Budget:
     """
 
     seconds_left: float = math.inf  # at servers and in its environment
+    seconds_spent: float = 0.0  # in the last block
     server_url: str | None = None  # the server with its prefix in the cache
     # requests share cached prefixes only with others of the same salt
     cache_salt: str | None = None
@@ -57,7 +58,12 @@ class Budget:
         try:
             yield
         finally:
-            self.seconds_left -= time.monotonic() - began
+            self.seconds_spent = time.monotonic() - began
+            self.seconds_left -= self.seconds_spent
+
+    def refund(self) -> None:
+        """Give back the time of the last block: its request failed, or its answer is not taken."""
+        self.seconds_left += self.seconds_spent
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:

@@ -4,12 +4,15 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache, partial
+from itertools import count, repeat
 from pathlib import Path
 from threading import Condition
+from types import SimpleNamespace
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -19,11 +22,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.common.exit_codes import SAVED_EXIT_CODE
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
+from megatron_dapo.config.schema.actor_rollout_ref import RolloutConfig
 from megatron_dapo.config.schema.config import Config
+from megatron_dapo.config.schema.run import DataConfig
+from megatron_dapo.data.samples import Group, Prompt
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.rollout.agent_play import AgentPlay
+from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.servers.client import FOREIGN_VERSION, Generation, SamplingParams, SGLangClient, generation_of
+from megatron_dapo.servers.server_list import ServerList
+from megatron_dapo.servers.server_pool import ServerPool
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.storage.server_key import key_header, read_server_key
@@ -32,9 +44,11 @@ from tests.distributed.weight_sync_world import Ranks
 from tests.e2e.conftest import converted
 from tests.e2e.weight_sync_trainer import changed, rank_main
 from tests.elastic import check_accounts, train
+from tests.fake_rollout import until
 from tests.families import ROUNDINGS
 from tests.forked_local import forks
 from tests.helpers import free_port
+from tests.scripted_agents import agents_of
 from tests.tiny_models import make_tiny
 
 pytestmark = pytest.mark.e2e
@@ -42,6 +56,9 @@ pytestmark = pytest.mark.e2e
 EVERYTHING = 10_000
 PROMPT = [5, 6, 7]
 LONG = 2000  # tokens: more than servers write during five pushes, also on a busy machine
+NUM_AGENTS, TURN = 4, 80  # agents at once, and tokens of their turns
+LAST_PUSH = 10  # versions pushed under agents, at most
+OPENING = len(PROMPT) + 1  # tokens of an agent's prompt
 STRIDE = 10  # tokens of every response between two pushes, at least
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128}
 BOUND = 1e-4  # between a server's log-prob, in float32, and that of its weights: of a dozen tokens
@@ -146,14 +163,20 @@ class LongResponse:
 
 
 @torch.no_grad()
-def log_probs(model_path: Path, version: int, response: np.ndarray, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def log_probs(
+    model_path: Path,
+    version: int,
+    response: np.ndarray,
+    dtype: torch.dtype = torch.float64,
+    prompt: Sequence[int] = PROMPT,
+) -> torch.Tensor:
     """[tokens]: those of transformers, with the weights of a version."""
     model = deepcopy(loaded(model_path))
     for parameter in model.parameters():
         parameter.copy_(changed(parameter, version))
-    tokens = torch.tensor([[*PROMPT, *response.tolist()]])
-    logits = model.to(dtype)(tokens).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, tokens[0, len(PROMPT) :, None])[:, 0]
+    tokens = torch.tensor([[*prompt, *response.tolist()]])
+    logits = model.to(dtype)(tokens).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
 
 
 @cache
@@ -179,27 +202,44 @@ def push_in_flight(trainer: Ranks, responses: Sequence[LongResponse], versions: 
 
 
 def expected(
-    model_path: Path, generation: Generation, offset: int = 0, dtype: torch.dtype = torch.float64
+    model_path: Path,
+    generation: Generation,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float64,
+    prompt: Sequence[int] = PROMPT,
 ) -> torch.Tensor:
     """[tokens]: log-probs by the weights of each token's version;
     with an offset, of an earlier one's."""
-    labels = torch.from_numpy(generation.weight_versions)
+    labels = torch.tensor(generation.weight_versions)
     values = torch.full(labels.shape, torch.nan, dtype=dtype)
     for version in labels.unique().tolist():
-        own = log_probs(model_path, version - offset, generation.tokens, dtype)
+        own = log_probs(model_path, version - offset, generation.tokens, dtype, prompt)
         values = torch.where(labels == version, own, values)
     return values
 
 
-def gap(model_path: Path, generations: Sequence[Generation], offset: int = 0) -> torch.Tensor:
+def gap(
+    model_path: Path,
+    generations: Sequence[Generation],
+    offset: int = 0,
+    prompts: Iterable[Sequence[int]] = repeat(PROMPT),
+) -> torch.Tensor:
     """[tokens of all]: by how much the servers' log-probs differ from `expected`."""
-    gaps = [torch.from_numpy(each.log_probs) - expected(model_path, each, offset) for each in generations]
+    gaps = [
+        torch.from_numpy(each.log_probs) - expected(model_path, each, offset, prompt=prompt)
+        for each, prompt in zip(generations, prompts, strict=False)
+    ]
     return torch.cat(gaps).abs()
 
 
-def bound_of(model_path: Path, generations: Sequence[Generation]) -> float:
+def bound_of(
+    model_path: Path, generations: Sequence[Generation], prompts: Iterable[Sequence[int]] = repeat(PROMPT)
+) -> float:
     """How far a server may be from `expected`."""
-    roundings = [expected(model_path, each, dtype=torch.float32) - expected(model_path, each) for each in generations]
+    roundings = [
+        expected(model_path, each, dtype=torch.float32, prompt=prompt) - expected(model_path, each, prompt=prompt)
+        for each, prompt in zip(generations, prompts, strict=False)
+    ]
     return ROUNDINGS * torch.cat(roundings).abs().max().item()
 
 
@@ -265,6 +305,105 @@ def check_in_place(model_path: Path, generations: Sequence[Generation]) -> None:
     after = torch.cat(later)
     print(f"in_place: before the push at most {difference[~after].max():.1e}, after {difference[after].max():.1e}")
     assert difference[~after].max() < bound < difference[after].max()
+
+
+class NotingClient(SGLangClient):
+    """Notes the text and the answer of each request."""
+
+    def __init__(self, url: str, key: str | None, noted: list[tuple[list[int], Generation]]) -> None:
+        super().__init__(url, key)
+        self._noted = noted
+
+    async def generate(self, prompt_tokens: Any, *arguments: Any, **options: Any) -> Generation:
+        answer = await super().generate(prompt_tokens, *arguments, **options)
+        self._noted.append((np.asarray(prompt_tokens).tolist(), answer))
+        return answer
+
+
+async def play_over_pushes(trainer: Ranks, model: Path, url: str, key: str) -> tuple[Group, list]:
+    """Return a group of agents, drawn at version 1, and all texts and answers of the server.
+    Weights are pushed until an answer has tokens of two versions; then each agent asks for two
+    further turns behind its last one."""
+    noted: list[tuple[list[int], Generation]] = []
+
+    def has_spanned() -> bool:
+        return any(len(set(answer.weight_versions)) > 1 for _, answer in noted)
+
+    async def agent(task: Any, model: Any) -> Outcome:
+        (first,) = (latest,) = await model.ask([*PROMPT, 10 + task.number], room=TURN)
+        for number in count():
+            if has_spanned():
+                break
+            (latest,) = await model.ask([10 + number % 50, 10 + number // 50], first.node, room=TURN)
+        for suffix in ([8], [9]):
+            await model.ask(suffix, latest.node, room=TURN)
+        return Outcome(reward=1.0)
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        await until(lambda: playing.done() or condition())
+
+    pool = ServerPool(ServerList([url]), 64, 60.0, 1.0, connect=lambda url: NotingClient(url, key, noted))
+    tokenizer = load_tokenizer(model)
+    play = AgentPlay(agents_of(agent, max_turns=2000), pool, tokenizer, DataConfig()).play
+    sampler = Sampler(pool, SimpleNamespace(scores_groups=False), tokenizer, RolloutConfig(), 65, play=play)
+    group = Group("g", Prompt(0, "", tuple(PROMPT), "", "", ""), version=1)
+
+    async def play_group() -> Group:
+        await pool.start(60.0)
+        await pool.expect(1)
+        return await sampler.sample_group(group, NUM_AGENTS, SamplingParams(3 * TURN + 3))
+
+    playing = asyncio.create_task(play_group())
+    try:
+        for version in range(2, LAST_PUSH + 1):
+            # each has had a turn, and asks for another one
+            await wait(lambda: len(noted) >= NUM_AGENTS and sum(pool.in_flight().values()) == NUM_AGENTS)
+            num_before = len(noted)
+            answers = await asyncio.to_thread(trainer.order, version)
+            assert [status for status, _ in answers] == ["ok"], answers
+            await pool.expect(version)
+            await wait(lambda num=num_before: has_spanned() or len(noted) >= num + NUM_AGENTS)
+            if has_spanned() or playing.done():
+                return await playing, noted
+        raise AssertionError("no push came within an answer")
+    finally:
+        playing.cancel()
+        await asyncio.wait({playing})
+        await pool.close()
+
+
+def test_an_agents_turn_goes_on_over_a_push_and_each_token_is_of_the_weights_that_its_label_names(model_path, servers):
+    """As with max_staleness above 0. Turns behind it are read whole by the new weights."""
+    url, key = servers.urls[0], read_server_key(servers.key_file)
+    listed = [*servers.overrides(), f"actor_rollout_ref.rollout.server_urls=[{url}]"]
+    arguments = (free_port(), 1, {}, str(model_path), listed, {}, dict(bucket_size_mb=1, timeout_s=40))
+    with Ranks(rank_main, 1, *arguments) as trainer:
+        for order in ("open", 1):
+            assert [status for status, _ in trainer.order(order)] == ["ok"]
+        group, noted = asyncio.run(play_over_pushes(trainer, model_path, url, key))
+
+    assert [sample.reward_error for sample in group.samples] == [None] * NUM_AGENTS
+    prompts, answers = zip(*noted, strict=True)
+    versions = [answer.weight_versions.tolist() for answer in answers]
+    assert all(each == sorted(each) and set(each) <= {*range(group.version, LAST_PUSH + 1)} for each in versions)
+    spanning = [answer for answer in answers if len(set(answer.weight_versions)) > 1]
+    difference, bound = gap(model_path, answers, 0, prompts), bound_of(model_path, answers, prompts)
+    mislabelled = gap(model_path, answers, 1, prompts)
+    print(f"{len(spanning)} of {len(answers)} turns span pushes")
+    print(f"agents: at most {difference.max():.1e} of {bound:.1e}, by the version before {mislabelled.max():.1e}")
+    assert spanning and difference.max() < bound
+    assert mislabelled.max() > 5 * bound, "a label that is wrong by one would be seen"
+
+    rows = [branch for sample in group.samples for branch in sample.branches]
+    assert sum(int(row.loss_mask.sum()) for row in rows) == sum(map(len, versions))
+    for prompt, answer in noted:
+        whole = [*prompt, *answer.tokens]
+        with_it = [row for row in rows if [*row.prompt_tokens, *row.response_tokens][: len(whole)] == whole]
+        own = slice(len(prompt) - OPENING, len(whole) - OPENING)
+        assert np.array_equal(sum(row.loss_mask[own] for row in with_it), np.ones(len(answer.tokens)))
+        for row in with_it:
+            assert np.array_equal(row.rollout_log_probs[own], answer.log_probs)
+            assert np.array_equal(row.weight_versions[own], answer.weight_versions)
 
 
 class Growing:

@@ -10,7 +10,7 @@ from megatron_dapo.agents.agent_pool import AgentFailure
 from megatron_dapo.agents.interface import Outcome
 from megatron_dapo.agents.turns import TurnRefused
 from megatron_dapo.common.rollout_errors import Aborted, NeedsSync, RolloutError
-from megatron_dapo.servers.client import Generation
+from megatron_dapo.servers.client import FOREIGN_VERSION, Generation
 from megatron_dapo.servers.server_error import ServerError
 from tests.scripted_agents import MAX_RESPONSE, Played, Rewards, Servers, two_turns
 from tests.synthetic import synthetic_groups
@@ -89,12 +89,16 @@ def test_the_clock_stands_still_while_one_of_several_requests_waits():
     assert (played.sample.finish_reason, played.sample.num_turns) == ("stop", 2)
 
 
-def test_a_failed_request_costs_no_time():
+@pytest.mark.parametrize("failure", ["error", "nonsense", "weights of nobody"])
+def test_a_request_without_an_answer_to_take_costs_no_time(failure):
     async def failing(tokens):
         if len(played) == 1:
             played.append("again")
             await asyncio.sleep(0.35)
-            raise ServerError("url", "/generate", 500, "scripted")
+            if failure == "error":
+                raise ServerError("url", "/generate", 500, "scripted")
+            log_prob, version = (-1e30, 1) if failure == "nonsense" else (-0.5, FOREIGN_VERSION)
+            return Generation((10, 11), (log_prob,) * 2, "stop", (version,) * 2, servers=("url",))
         await asyncio.sleep(0.12)
         return (10, 11)
 

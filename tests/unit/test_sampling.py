@@ -18,7 +18,7 @@ from megatron_dapo.queue.step_statistics import StepStatistics
 from megatron_dapo.rollout.controller import Controller
 from megatron_dapo.rollout.sampling import Sampler
 from megatron_dapo.rollout.trajectory import Budget
-from megatron_dapo.servers.client import Generation, SamplingParams
+from megatron_dapo.servers.client import FOREIGN_VERSION, Generation, SamplingParams
 from megatron_dapo.servers.server import Server
 from megatron_dapo.servers.server_error import ServerError
 from tests.fake_rollout import WORDS, FakeServer, Script, make_config, write_files
@@ -261,7 +261,8 @@ def test_an_environments_first_words_count_as_prompt():
     assert metrics["prompt_length/mean"] == len(group.prompt.tokens) + 3
 
 
-def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch):
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_server_took_for_no_answer_or_one_of_nobodys_weights_costs_the_trajectory_nothing(monkeypatch, fails):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("megatron_dapo.rollout.trajectory.time", clock)
 
@@ -272,7 +273,9 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch)
             self.num_requests += 1
             if self.num_requests == 1:
                 clock.now += 4.0
-                raise ServerError("url", "/generate", 500, "scripted")
+                if fails:
+                    raise ServerError("url", "/generate", 500, "scripted")
+                return Generation((1,), (0.0,), "stop", (FOREIGN_VERSION,))
             clock.now += 1.0
             return Generation((1,), (0.0,), "stop", (1,))
 
@@ -282,7 +285,7 @@ def test_what_a_server_that_fails_took_costs_the_trajectory_nothing(monkeypatch)
     async def slot(avoid, prefer, is_first):
         yield server
 
-    pool = SimpleNamespace(version=1, slot=slot, cache_salt=None)
+    pool = SimpleNamespace(version=1, slot=slot, cache_salt=None, mark_behind=lambda *_: None)
     sampler = Sampler(pool, None, None, RolloutConfig(request_timeout_s=60.0, max_retries=1), 64)
     asyncio.run(sampler._generate(Group("uid", None), (1,), SamplingParams(1), budget))
     assert server.client.num_requests == 2 and budget.seconds_left == 9.0
