@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatron_dapo
-from checkpoints_tools import hf_to_megatron, megatron_to_hf
+from checkpoints_tools import hf_to_megatron, job, megatron_to_hf
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
@@ -265,6 +265,16 @@ def test_the_conversions_of_the_page_are_commands_of_the_tools(monkeypatch):
     )
     assert (there.hf_model, there.output, there.dtype) == ("models/base", "models/base-megatron", "auto")
     assert (back.checkpoint, back.output, back.dtype) == ("models/base-megatron", "models/base-again", "auto")
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), *job._LAUNCHERS], ids=lambda names: names[0])
+def test_a_conversion_by_a_rank_of_another_job_waits_for_no_other_rank(monkeypatch, names):
+    seen: list[dict[str, str]] = []
+    for name in names:
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(conversion.subprocess, "run", lambda *_, env, **__: seen.append(env) or ended(0, "")([]))
+    conversion.convert_to_megatron("a", "b")
+    assert job.torchrun_variables(seen[0]) == {} and "RANK" not in seen[0] and "PATH" in seen[0]
 
 
 def test_a_broken_conversion_is_an_error_with_its_last_words(monkeypatch):
