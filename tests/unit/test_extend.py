@@ -231,7 +231,9 @@ def test_a_failure_in_the_controller_is_the_users_mistake_and_its_state_can_be_s
     run_in_folder(folder, scenario, overrides=[f"{key}={path}"])
 
 
-@pytest.mark.parametrize("body", ["return 1 / 0", "return float('nan')", "return '1'", "return b'1'", "return None", "return [1, 2]"])
+@pytest.mark.parametrize(
+    "body", ["return 1 / 0", "return float('nan')", "return '1'", "return b'1'", "return None", "return [1, 2]"]
+)
 def test_another_reward_is_told_in_one_sentence(own, body):
     path = own(body)
     [group] = groups_of()
