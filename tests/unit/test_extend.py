@@ -280,9 +280,11 @@ def test_another_order_or_other_prompts_are_refused_on_resume():
     assert refused(order_of("none").load_state_dict, saved).startswith("data.curriculum was my_run:Order ")
 
 
-def test_an_order_beside_a_mixture_is_refused():
-    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", "data.mixture=[1, 2]"])
-    assert "leave one out" in refused(lambda: validate(config, None, check_files=False))
+@pytest.mark.parametrize("other", ["data.mixture=[1, 2]", "data.shuffle=false"])
+def test_an_order_beside_another_is_refused(other):
+    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", other])
+    said = refused(lambda: validate(config, None, check_files=False))
+    assert f"but {other.partition('=')[0]} " in said and "leave one out" in said
 
 
 @pytest.mark.parametrize("answer", ["1 / 0", "3", "-1", "0.0", "None", "next(iter(()))"])
