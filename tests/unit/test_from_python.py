@@ -101,8 +101,18 @@ def test_a_run_without_a_step_has_no_rows(tmp_path):
         run.samples(1)
 
 
+def test_a_run_that_keeps_no_metrics_is_a_run_too(tmp_path):
+    """`train` returns it after its end (trainer.logger=[console])."""
+    folder = written(tmp_path)
+    folder.metrics.unlink()
+    run = Run(folder.path)
+    assert run.steps() == [1, 2, 3] and run.config().data.train_batch_size == 3
+    with pytest.raises(UserError, match="metrics.jsonl cannot be read"):
+        run.metrics()
+
+
 def test_a_folder_without_metrics_is_no_run(tmp_path):
-    with pytest.raises(UserError, match="is no folder of a run: it has no metrics.jsonl"):
+    with pytest.raises(UserError, match="is no folder of a run: it has no metrics.jsonl and no config.yaml"):
         Run(tmp_path / "nowhere")
 
 
@@ -218,6 +228,12 @@ def test_the_start_of_the_page_gives_the_run(tmp_path, monkeypatch, code):
     names: dict = {}
     exec(block("import UserError, train"), names)
     assert names["run"].metrics()["step"].tolist() == [1, 2]
+
+
+def test_ctrl_c_before_there_is_anything_to_save_is_the_interrupt_that_it_was(tmp_path, monkeypatch):
+    started(monkeypatch, tmp_path, 130)
+    with pytest.raises(KeyboardInterrupt):
+        exec(block("import UserError, train"), {})
 
 
 def test_a_failed_run_is_an_error_that_names_its_logs(tmp_path, monkeypatch):
