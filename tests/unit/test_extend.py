@@ -241,6 +241,13 @@ def test_another_reward_is_told_in_one_sentence(own, body):
     assert said.startswith(f"reward.shaping: {path} ") and "a finite number" in said and "group group0" in said
 
 
+def test_an_exception_is_told_with_its_place_in_the_users_file(own):
+    path = own("return [each.rewards for each in others][3]")
+    with pytest.raises(UserError) as error:
+        by_own(path)(make_group("a", [1.0, 0.0]).samples)
+    assert f'{path.partition(":")[0]}.py", line 2' in error.value.report()
+
+
 @pytest.mark.parametrize("body", ["return 1 / 0", "return 'all_right'", "return None", "return 0.5"])
 def test_another_answer_of_a_filter_is_told_in_one_sentence(own, body):
     path = own(body)
