@@ -1,8 +1,7 @@
 """Shares a trajectory's advantage among its branches, by a function of the user (`agent.credit`)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 
 from megatron_dapo.common.own_function import OwnFunction, finite
 from megatron_dapo.config.key_names import AGENT
@@ -24,8 +23,8 @@ def load_credit(path: str) -> Credit:
 def _factors(function: OwnFunction, sample: Sample) -> Sequence[float]:
     number = len(sample.branches)
 
-    def read(answer: Iterable[float]) -> Sequence[float]:
-        factors = tuple(map(finite, islice(answer, number + 1)))
+    def read(answer: Sequence[float]) -> Sequence[float]:
+        factors = tuple(map(finite, answer[: number + 1]))
         if len(factors) != number:
             raise ValueError(answer)
         return factors

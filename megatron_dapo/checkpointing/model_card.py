@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dapo.checkpointing.config_changes import config_changes
+from megatron_dapo.config.key_names import AGENT
 from megatron_dapo.config.keys import may_change_on_resume
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
@@ -19,7 +20,7 @@ _FOLDERS = re.compile(r"(?<!\S)(?:~|\.\.?)?/\S*/")  # of a path, but for those t
 
 def model_card(config: dict[str, Any], step: int, records: Sequence[Mapping], versions: Mapping[str, str]) -> str:
     """Return the text, for anybody to read: without addresses, folders of absolute paths, and the
-    values of free names (`reward.kwargs`).
+    values of free names (`reward.kwargs`) and the arguments of an agent's command, which may be keys.
 
     Args:
         config: of the run, as `config_to_plain` returns it.
@@ -34,8 +35,9 @@ def model_card(config: dict[str, Any], step: int, records: Sequence[Mapping], ve
     tags = f"[megatron_dapo, {kind.replace(' ', '-')}]"
     head = ["library_name: transformers", "pipeline_tag: text-generation", f"tags: {tags}"]
     head += [f"base_model: {base}"] if cached else []
-    changes = [change for change in config_changes(config, Config()) if not may_change_on_resume(change.key)]
-    keys = [f"| `{change.key}` | {_value(change.before)} | {_value(change.now)} |" for change in changes]
+    changes = [change for change in config_changes(config, Config()) if change.key != f"{AGENT}.command"]
+    shown = [change for change in changes if not may_change_on_resume(change.key)]
+    keys = [f"| `{change.key}` | {_value(change.before)} | {_value(change.now)} |" for change in shown]
     sections = {
         "Data": [f"- {use}: {_value(json.dumps(config['data'][use]))}" for use in ("train_files", "val_files")],
         "Held-out figures": _figures([record for record in records if record["step"] <= step]),

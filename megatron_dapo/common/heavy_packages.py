@@ -18,11 +18,18 @@ def absence(module: str | None) -> UserError | None:
     """Return the error of a module that is not found; None if it is of no heavy package, or the
     package is there."""
     package = (module or "").partition(".")[0]
-    if package not in _HEAVY or importlib.util.find_spec(package) is not None:
+    if package not in _HEAVY or _is_there(package):
         return None
     return UserError(
         f"The package {package}, which this command needs, is not installed; {_HEAVY[package]} (docs/install.md)."
     )
+
+
+def _is_there(package: str) -> bool:
+    """Return whether it can be imported. A folder of its name, such as megatron/ for converted models,
+    is no package; Megatron-core lies in one."""
+    spec = importlib.util.find_spec(package)
+    return bool(spec and (spec.loader or importlib.util.find_spec(f"{package}.core")))
 
 
 def require_package(name: str) -> None:

@@ -2,6 +2,7 @@
 key."""
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from megatron_dapo.common.import_path import import_attribute
 Answer = TypeVar("Answer")
 
 _SHOWN_CHARS = 100
+_SHOWN_FRAMES, _MAX_DETAILS = 5, 4000  # the innermost of a traceback, and its characters
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,14 @@ class OwnFunction:
             of: the object of the call in words.
 
         Raises:
-            UserError: for an exception of the function, and for another answer.
+            UserError: for an exception of the function, with its traceback, and for another answer.
         """
         try:
             answer = self.function(*arguments)
         except Exception as error:
             failure = f"({type(error).__name__}: {error}); it must return {needed}."
-            raise UserError(f"{self.key}: {self.path} failed for {of} {failure}") from error
+            lines = traceback.format_exc(limit=-_SHOWN_FRAMES)[-_MAX_DETAILS:]
+            raise UserError(f"{self.key}: {self.path} failed for {of} {failure}", lines) from error
         try:
             return read(answer)
         except Exception as error:  # the answer may be the user's own object, too
@@ -67,7 +70,6 @@ def having(*methods: str) -> Callable[[Any], Any]:
 
 def finite(answer: Any) -> float:
     """Return a number. Raises ValueError or TypeError for anything else, NaN and infinity too."""
-    number = float(answer)
-    if isinstance(answer, str) or not math.isfinite(number):
+    if not math.isfinite(answer):  # it reads no texts, as float does
         raise ValueError(answer)
-    return number
+    return float(answer)

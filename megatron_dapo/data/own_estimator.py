@@ -15,6 +15,8 @@ from megatron_dapo.data.samples import Branch
 Advantage = float | np.ndarray
 """Of all tokens of a response, or of each."""
 
+_LARGEST = float(np.finfo(np.float32).max)  # the loss computes with float32
+
 
 @cache
 def load_own_estimator(path: str) -> OwnFunction:
@@ -27,12 +29,12 @@ def own_estimates(estimator: OwnFunction, group: GroupRewards, uid: str) -> list
     function, and for another answer."""
 
     def read(answer: Sequence[Any]) -> list[Advantage]:
-        rows = [np.asarray(row, dtype=np.float64) for row in answer]
+        rows = [np.asarray(row) for row in answer[:]]  # a set has no order, and a mapping gives its keys
         shapes = [((), (len(log_probs),)) for log_probs in group.log_probs]
         fits = len(rows) == len(shapes) and all(row.shape in two for row, two in zip(rows, shapes, strict=True))
-        if not fits or not all(np.isfinite(row).all() for row in rows):
+        if not fits or not all(row.dtype.kind in "iuf" and (abs(row) <= _LARGEST).all() for row in rows):
             raise ValueError(answer)
-        return [row if row.ndim else float(row) for row in rows]
+        return [row.astype(np.float64) if row.ndim else float(row) for row in rows]
 
     lengths = ", ".join(str(len(each)) for each in group.log_probs)
     needed = f"{len(group.log_probs)} finite numbers or arrays (a number per token: {lengths})"

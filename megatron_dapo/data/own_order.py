@@ -23,7 +23,8 @@ class OwnOrder:
         another answer.
         """
         make = OwnFunction.load(KEY, path, "package.module:Class")
-        order = make(having(*_METHODS), f"an object with {', '.join(_METHODS)}", "this run", prompts, seed)
+        needed = f"an object with {', '.join(_METHODS)}"
+        order = make(having(*_METHODS), needed, "this run", tuple(prompts), seed)  # whose numbers are their places
         self._methods = {name: OwnFunction(KEY, f"{path}.{name}", getattr(order, name)) for name in _METHODS}
         self._num_prompts = len(prompts)
         self._num_drawn = 0
@@ -51,7 +52,8 @@ class OwnOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: a copy, since the object goes on."""
-        state = self._methods["state_dict"](lambda answer: json.loads(json.dumps(answer)), "values of JSON", "this run")
+        needed = "values of JSON (lists, and mappings of texts; no tuples, no NaN)"
+        state = self._methods["state_dict"](_json, needed, "this run")
         return {**self._identity, "num_drawn": self._num_drawn, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,3 +65,11 @@ class OwnOrder:
             )
         self._methods["load_state_dict"](lambda answer: None, "without an error", "the checkpoint", state["state"])
         self._num_drawn = state["num_drawn"]
+
+
+def _json(answer: Any) -> Any:
+    """Return a copy. Raises ValueError or TypeError for values that a checkpoint would not give back
+    as they are, such as numbers as names."""
+    if (copy := json.loads(json.dumps(answer))) != answer:
+        raise ValueError(answer)
+    return copy

@@ -2,6 +2,7 @@
 groups, and a conversion needs neither."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.exit_codes import USER_ERROR_EXIT_CODE
 
 _SHOWN_CHARS = 2000
+# of a caller that torchrun, srun or mpirun started: a conversion would wait for the caller's other ranks
+_OF_RANKS = re.compile(r"(LOCAL_)?(RANK|WORLD_SIZE)|(OMPI_COMM_WORLD|PMI)_SIZE|SLURM_STEP_NUM_TASKS")
 
 
 def convert_to_megatron(hf_model: str | Path, output: str | Path, *, dtype: str = "auto") -> Path:
@@ -40,8 +43,9 @@ def convert_to_huggingface(checkpoint: str | Path, output: str | Path, *, dtype:
 
 
 def _convert(tool: str, output: str | Path, *options: str) -> Path:
+    environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     command = [sys.executable, "-m", f"checkpoints_tools.{tool}", f"--output={os.fspath(output)}", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace")
+    ended = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     if ended.returncode == USER_ERROR_EXIT_CODE:
         _, head, sentences = ended.stderr.rpartition(" to correct:\n")
         # argparse's own mistakes end in a sentence

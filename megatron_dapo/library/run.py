@@ -48,8 +48,9 @@ class Run:
         """Take the folder. Raises UserError if it is no folder of a run."""
         self.path = Path(path)
         self._folder = RunFolder(self.path)
-        if not self._folder.metrics.is_file():
-            raise UserError(f"{path} is no folder of a run: it has no {self._folder.metrics.name}.")
+        metrics, config = self._folder.metrics, self._folder.config  # without jsonl in trainer.logger no metrics
+        if not metrics.is_file() and not config.is_file():
+            raise UserError(f"{path} is no folder of a run: it has no {metrics.name} and no {config.name}.")
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

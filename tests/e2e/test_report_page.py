@@ -479,19 +479,19 @@ def test_answers_that_come_after_the_page_was_opened_are_shown_and_so_are_their_
         browser.command("Page.navigate", url="about:blank")
 
 
-def test_a_watched_run_is_followed(browser, tmp_path):
+def test_a_watched_run_is_followed_beside_one_that_begins(browser, tmp_path):
     run = write_run(tmp_path / "run", num_steps=2)
     browser.requests.clear()
     browser.errors.clear()
-    with served([run.path]) as address:
+    with served([tmp_path]) as address:
         browser.open(address)
         status(browser, "Step 2:")
         write_step(run, random.Random(3), 3, 3, 4, 12)
         line = json.loads(run.metrics.read_text().splitlines()[-2]) | {"step": 3, "time": time.time()}
-        with run.metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        write_run(tmp_path / "another", num_steps=1)  # now the first by name
+        run.metrics.write_text(run.metrics.read_text() + json.dumps(line) + "\n")
         status(browser, "Step 3: 12 answers")
-        assert browser.do("runs[0].steps.step") == [1, 2, 3]
+        assert browser.do("runs.map((run) => [run.at, run.steps.step])") == [[1, [1]], [0, [1, 2, 3]]]
         browser.choose("#colour", "advantages")
         browser.wait_for("document.querySelectorAll('#list .token').length > 50")
         assert {each.partition("/")[0] for each in browser.requests} == {"http:"}

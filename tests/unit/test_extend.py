@@ -177,7 +177,12 @@ def test_a_masked_group_has_advantages_of_0(own):
         ("return given.rewards * float('nan')", "must return 3 finite"),
         ("return ['a'] * 3", "it returned ['a', 'a', 'a']"),
         ("return None", "it returned None"),
-        ("return {1, 2, float('inf')}", "must return 3 finite"),
+        ("return {1, 2, 3}", "must return 3 finite"),
+        ("return {0: 0.5, 1: 0.5, 2: 0.5}", "must return 3 finite"),
+        ("return '123'", "must return 3 finite"),
+        ("return ['1', '2', '3']", "must return 3 finite"),
+        ("return [0.5, 0.5, float('inf')]", "must return 3 finite"),
+        ("return [1e39] * 3", "must return 3 finite"),  # infinity to the loss
     ],
 )
 def test_other_advantages_are_told_in_one_sentence(own, body, said):
@@ -226,12 +231,21 @@ def test_a_failure_in_the_controller_is_the_users_mistake_and_its_state_can_be_s
     run_in_folder(folder, scenario, overrides=[f"{key}={path}"])
 
 
-@pytest.mark.parametrize("body", ["return 1 / 0", "return float('nan')", "return '1'", "return None", "return [1, 2]"])
+@pytest.mark.parametrize(
+    "body", ["return 1 / 0", "return float('nan')", "return '1'", "return b'1'", "return None", "return [1, 2]"]
+)
 def test_another_reward_is_told_in_one_sentence(own, body):
     path = own(body)
     [group] = groups_of()
     said = refused(reshaped, OwnFunction.load("reward.shaping", path), group.samples[0], group.prompt)
     assert said.startswith(f"reward.shaping: {path} ") and "a finite number" in said and "group group0" in said
+
+
+def test_an_exception_is_told_with_its_place_in_the_users_file(own):
+    path = own("return [each.rewards for each in others][3]")
+    with pytest.raises(UserError) as error:
+        by_own(path)(make_group("a", [1.0, 0.0]).samples)
+    assert f'{path.partition(":")[0]}.py", line 2' in error.value.report()
 
 
 @pytest.mark.parametrize("body", ["return 1 / 0", "return 'all_right'", "return None", "return 0.5"])
@@ -273,9 +287,11 @@ def test_another_order_or_other_prompts_are_refused_on_resume():
     assert refused(order_of("none").load_state_dict, saved).startswith("data.curriculum was my_run:Order ")
 
 
-def test_an_order_beside_a_mixture_is_refused():
-    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", "data.mixture=[1, 2]"])
-    assert "leave one out" in refused(lambda: validate(config, None, check_files=False))
+@pytest.mark.parametrize("other", ["data.mixture=[1, 2]", "data.shuffle=false"])
+def test_an_order_beside_another_is_refused(other):
+    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", other])
+    said = refused(lambda: validate(config, None, check_files=False))
+    assert f"but {other.partition('=')[0]} " in said and "leave one out" in said
 
 
 @pytest.mark.parametrize("answer", ["1 / 0", "3", "-1", "0.0", "None", "next(iter(()))"])
@@ -292,8 +308,14 @@ def test_another_number_of_a_prompt_is_told_in_one_sentence(tmp_path, own, answe
 def test_a_state_other_than_json_and_a_class_without_methods_are_refused(own):
     assert "must return an object with __next__, note_rate, state_dict" in refused(order_of, own("return object()"))
     order = order_of("my_run:Order")
-    order._methods["state_dict"].function.__self__.turns = {1, 2}
-    assert "my_run:Order.state_dict must return values of JSON" in refused(order.state_dict)
+    # of the last three JSON would give back others: an order that goes on with them, goes on wrong
+    for turns in ({1, 2}, {0: 1.0}, (1.0, 2.0), [float("nan")]):
+        order._methods["state_dict"].function.__self__.turns = turns
+        assert "my_run:Order.state_dict must return values of JSON" in refused(order.state_dict)
+
+
+def test_an_order_cannot_move_the_prompts_under_their_numbers(own):
+    assert "has no attribute 'sort'" in refused(order_of, own("given.sort()"))
 
 
 # ---------------------------------------------------------------------------------- loggers

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatron_dapo
-from checkpoints_tools import hf_to_megatron, megatron_to_hf
+from checkpoints_tools import hf_to_megatron, job, megatron_to_hf
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
@@ -101,8 +101,18 @@ def test_a_run_without_a_step_has_no_rows(tmp_path):
         run.samples(1)
 
 
+def test_a_run_that_keeps_no_metrics_is_a_run_too(tmp_path):
+    """`train` returns it after its end (trainer.logger=[console])."""
+    folder = written(tmp_path)
+    folder.metrics.unlink()
+    run = Run(folder.path)
+    assert run.steps() == [1, 2, 3] and run.config().data.train_batch_size == 3
+    with pytest.raises(UserError, match="metrics.jsonl cannot be read"):
+        run.metrics()
+
+
 def test_a_folder_without_metrics_is_no_run(tmp_path):
-    with pytest.raises(UserError, match="is no folder of a run: it has no metrics.jsonl"):
+    with pytest.raises(UserError, match="is no folder of a run: it has no metrics.jsonl and no config.yaml"):
         Run(tmp_path / "nowhere")
 
 
@@ -220,6 +230,12 @@ def test_the_start_of_the_page_gives_the_run(tmp_path, monkeypatch, code):
     assert names["run"].metrics()["step"].tolist() == [1, 2]
 
 
+def test_ctrl_c_before_there_is_anything_to_save_is_the_interrupt_that_it_was(tmp_path, monkeypatch):
+    started(monkeypatch, tmp_path, 130)
+    with pytest.raises(KeyboardInterrupt):
+        exec(block("import UserError, train"), {})
+
+
 def test_a_failed_run_is_an_error_that_names_its_logs(tmp_path, monkeypatch):
     started(monkeypatch, tmp_path, 1)
     with pytest.raises(RuntimeError, match=r"failed with exit code 1; its output is in .*logs"):
@@ -265,6 +281,16 @@ def test_the_conversions_of_the_page_are_commands_of_the_tools(monkeypatch):
     )
     assert (there.hf_model, there.output, there.dtype) == ("models/base", "models/base-megatron", "auto")
     assert (back.checkpoint, back.output, back.dtype) == ("models/base-megatron", "models/base-again", "auto")
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE", "LOCAL_RANK"), *job._LAUNCHERS], ids=lambda names: names[0])
+def test_a_conversion_by_a_rank_of_another_job_waits_for_no_other_rank(monkeypatch, names):
+    seen: list[dict[str, str]] = []
+    for name in names:
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(conversion.subprocess, "run", lambda *_, env, **__: seen.append(env) or ended(0, "")([]))
+    conversion.convert_to_megatron("a", "b")
+    assert job.torchrun_variables(seen[0]) == {} and "RANK" not in seen[0] and "PATH" in seen[0]
 
 
 def test_a_broken_conversion_is_an_error_with_its_last_words(monkeypatch):

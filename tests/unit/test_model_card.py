@@ -69,8 +69,9 @@ def test_folders_addresses_and_free_values_stay_at_home():
         'reward.kwargs={"api_key": "k-123", "tolerance": 2}',
         "reward.function=/scratch/me/rewards.py:score",
         "reward.judge.url=http://user:pass@10.0.0.1:8000/v1",
+        "actor_rollout_ref.rollout.agent.command=[harness, --key=k-456]",
     )
-    assert not any(word in text for word in ("scratch", "secret", "k-123", "10.0.0.1", "pass@1", "user:"))
+    assert not any(word in text for word in ("k-456", "scratch", "secret", "k-123", "10.0.0.1", "pass@1", "user:"))
     assert "dapo.parquet" in text and "| `reward.kwargs` | api\\_key, tolerance |" in text
     assert "rewards.py:score" in text and "a \\</b\\> or c/d" in text
 

@@ -166,6 +166,14 @@ def test_a_command_without_its_packages_says_how_to_install_them(programs, tmp_p
     assert "docs/install.md" in sentences[0] and package in sentences[0]
 
 
+@pytest.mark.parametrize("module", ["megatron.core.parallel_state", "sglang.srt"])
+def test_a_folder_of_its_name_is_no_package(programs, tmp_path, module):
+    (tmp_path / module.partition(".")[0]).mkdir()  # docs/checkpoints.md converts into megatron/
+    script = f"from megatron_dapo.common.heavy_packages import absence as a; print(a({module!r}).report())"
+    done = command(programs, "-c", script, cwd=tmp_path, program="python")
+    assert f"The package {module.partition('.')[0]}, which this command needs, is not installed" in done.stdout, done
+
+
 def test_a_missing_module_of_the_program_is_no_missing_package():
     script = "import megatron_dapo.__main__ as p\np.main = lambda: __import__('einops.none')\np.run_and_end()"
     done = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)

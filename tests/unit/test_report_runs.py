@@ -51,8 +51,24 @@ def test_a_watched_folder_shows_runs_that_begin_later_and_reads_only_changed_one
     tag = watched.tag()
     runs = unpacked(watched.summary(tag))["runs"]
     assert [(run["name"], run["folder"]) for run in runs] == [("a", str(second.path)), ("b", str(first.path))]
-    assert watched.tag() == tag and watched.answers("texts", 0, "trained", 2)
+    assert [run["at"] for run in runs] == [1, 0], "a page that has not heard of a yet asks for b"
+    assert watched.tag() == tag and watched.answers("texts", 1, "trained", 2)
+    assert watched.answers("texts", 0, "trained", 2) is None and watched.answers("texts", 2, "trained", 2) is None
     assert read == ["b", "a"]
+
+
+def test_a_run_that_begins_while_a_summary_is_made_comes_with_the_next(tmp_path, monkeypatch):
+    write_run(tmp_path / "b", num_steps=1)
+    watched = Watched([tmp_path])
+
+    def read_meanwhile(folder: Path):
+        write_run(tmp_path / "a", num_steps=1)
+        watched.tag()  # of another page
+        return read_run(folder)
+
+    monkeypatch.setattr("megatron_dapo.commands.report.watch.read_run", read_meanwhile)
+    assert [run["name"] for run in unpacked(watched.summary(watched.tag()))["runs"]] == ["b"]
+    assert [run["name"] for run in unpacked(watched.summary(watched.tag()))["runs"]] == ["a", "b"]
 
 
 def write_logs(folder: Path, config: str | None = None, **logs: str) -> None:
@@ -101,6 +117,17 @@ def test_a_run_that_was_saved_on_request_did_not_fail(tmp_path, victim):
     data = read_run(run.path)
     assert (data.state, data.sentence) == ("saved", "2 of 2 steps done; the run was asked to stop, and is saved")
     assert [event.kind for event in data.events if event.time > START + 99] == ["end"]
+
+
+def test_the_end_of_a_saved_start_hides_no_failure_of_the_next_one(tmp_path):
+    """A rank of the next start that left no record leaves the first one's."""
+    run = write_run(tmp_path / "run", num_steps=2)
+    for rank in (0, 1):
+        EndFolder(run.ends, "1").write(f"trainer-rank-{rank}", End(EndKind.SAVED, 85, time=START + 100))
+    EndFolder(run.ends, "2").write("trainer-rank-0", End(EndKind.KILLED, 137, "out of memory", time=START + 200))
+    data = read_run(run.path)
+    assert data.state == "failed" and "trainer-rank-0 ended (killed): out of memory" in data.sentence
+    assert [event.kind for event in data.events if event.time > START + 199] == ["failure"]
 
 
 def test_one_of_a_kind_has_no_plural(tmp_path):

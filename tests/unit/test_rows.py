@@ -338,6 +338,7 @@ def test_without_a_function_all_branches_have_the_whole_advantage(three_rows):
         (5, "return ['a'] * 3", "must return 3 finite numbers"),
         (6, "return 1 / 0", "failed for a trajectory of group g (ZeroDivisionError: division by zero)"),
         (7, "import itertools; return itertools.count()", "must return 3 finite numbers"),
+        (8, "return {0: 1.0, 1: 1.0, 2: 1.0}", "must return 3 finite numbers"),
     ],
 )
 def test_an_unusable_answer_of_credit_is_told_in_one_sentence(three_rows, credits, number, body, said):

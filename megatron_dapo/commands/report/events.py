@@ -1,6 +1,7 @@
 """The events of a run besides its steps: starts, resumes, servers lost and back, checkpoints, ends
 of processes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class ProcessEnd:
     sentence: str
     step: int | None
     time: float
+    start: str = ""
+    """The start of the run that the process was part of, by its mark."""
 
     @property
     def is_consequence(self) -> bool:
@@ -50,7 +53,8 @@ def read_ends(folder: Path) -> list[ProcessEnd]:
             fields = read_json(path)
             step, time = fields["step"], time_of(fields["time"])
             if time is not None and (step is None or is_step(step)):
-                ends.append(ProcessEnd(path.stem, str(fields["kind"]), str(fields["sentence"]), step, time))
+                start = str(fields.get("start", ""))
+                ends.append(ProcessEnd(path.stem, str(fields["kind"]), str(fields["sentence"]), step, time, start))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return sorted(ends, key=lambda end: end.time)
@@ -96,10 +100,11 @@ def _checkpoints(steps: Sequence[dict], run: RunFolder) -> Iterator[Event]:
 
 def _ends(steps: Sequence[dict], ends: Sequence[ProcessEnd]) -> Iterator[Event]:
     last = steps[-1]["step"] if steps else 0
-    saved = [end.time for end in ends if end.who.startswith("trainer-") and end.kind == EndKind.SAVED]
+    trainers = [end for end in ends[::-1] if end.who.startswith("trainer-")]
+    saved = {end.start: end.time for end in trainers if end.kind == EndKind.SAVED}  # the first of each start
     for end in ends:
         step = last if end.step is None else end.step
-        if saved and end.time >= min(saved) and (end.is_consequence or end.kind == EndKind.KILLED):
+        if end.time >= saved.get(end.start, math.inf) and (end.is_consequence or end.kind == EndKind.KILLED):
             continue  # the launcher ended it
         if not EndKind(end.kind).is_good if end.kind in list(EndKind) else True:
             yield Event(end.time, step, "failure", f"{end.who} ended ({end.kind}): {end.sentence}")

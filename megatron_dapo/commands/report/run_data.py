@@ -163,7 +163,8 @@ def _outcome(steps: Sequence[dict], total: Any, ends: Sequence[ProcessEnd]) -> t
     last = steps[-1] if steps else {"step": 0, "time": 0.0}
     total = total if is_step(total) else None
     done = f"{last['step']} of {counted(total, 'step')} done" if total else f"{counted(last['step'], 'step')} done"
-    newest = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
+    of_trainer = [end for end in ends if end.time >= last["time"] and end.who.startswith("trainer-")]
+    newest = [end for end in of_trainer if end.start == of_trainer[-1].start]  # an earlier start's may be left
     if any(end.kind == "saved" for end in newest):  # all ranks save together
         return "saved", f"{done}; the run was asked to stop, and is saved"
     bad = [end for end in newest if end.kind != "done"]

@@ -36,6 +36,7 @@ class Watched:
         self.page = render([name_of(folder) for folder in folders], is_live=True, chunks=())
         self._last: tuple[str, str] | None = None
         self._runs: dict[Path, tuple[str, RunData]] = {}
+        self._numbered = [*self.folders]  # a run keeps its number, whichever begin beside it: pages ask by it
 
     def tag(self) -> str:
         """Return a tag that changes with the files of the summary, and with the runs of a folder."""
@@ -54,8 +55,11 @@ class Watched:
         more."""
         last = self._last
         if last is None or last[0] != tag:
-            content = summary(self.folders, self._read)
-            for run, folder in zip(content["runs"], self.folders, strict=True):
+            folders = self.folders  # another page's request may change it meanwhile
+            content = summary(folders, self._read)
+            self._numbered += [folder for folder in folders if folder not in self._numbered]
+            for run, folder in zip(content["runs"], folders, strict=True):
+                run["at"] = self._numbered.index(folder)
                 files = answer_files(folder)
                 run["answers"] = [{"kind": file.kind, "step": file.step, "version": _version(file)} for file in files]
                 run["num_answer_files"] = len(files)
@@ -65,11 +69,11 @@ class Watched:
     def answers(self, part: str, number: int, kind: str | None, step: int) -> str | None:
         """Return the texts or tokens of a step, packed; "" if it has none yet, None without such a
         step. Of the part "logs", return the run's attempts."""
-        if number >= len(self.folders):
+        if number >= len(self._numbered):
             return None
         if part == "logs":
-            return pack(attempts_of(self.folders[number]))
-        files = [file for file in answer_files(self.folders[number]) if (file.kind, file.step) == (kind, step)]
+            return pack(attempts_of(self._numbered[number]))
+        files = [file for file in answer_files(self._numbered[number]) if (file.kind, file.step) == (kind, step)]
         return _part(files[0], part) if files else None
 
 

@@ -61,7 +61,7 @@ function showSummary(summary) {
 /** Fills in the attempts of the runs that are shown, when they are opened. */
 async function showAttempts() {
   if (!byId("attempts").open) return;
-  const known = await Promise.all(shownRuns().map(async (run) => [run, asJson(await chunk(`logs-${run.number}`, `logs/${run.number}`))]));
+  const known = await Promise.all(shownRuns().map(async (run) => [run, asJson(await chunk(`logs-${run.number}`, `logs/${run.at}`))]));
   byId("attempts").lastElementChild.replaceChildren(...known.flatMap(([run, attempts]) => [
     element("h3", {}, attempts.length ? run.name : `${run.name} has no logs`),
     ...attempts.map(({ name, changes, logs }) => element("details", {}, element("summary", {}, name),

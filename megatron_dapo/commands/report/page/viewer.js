@@ -34,7 +34,7 @@ const rowsOf = (answer) => answer.branches ?? [answer];
 /** The groups of a step, with every answer's first row, group and reward. */
 function groupsOf(file) {
   return steps.get(`texts ${file.key}`, async () => {
-    const bytes = await chunk(`texts-${view.run}-${file.place}`, `texts/${view.run}/${file.kind}/${file.step}`);
+    const bytes = await chunk(`texts-${view.run}-${file.place}`, `texts/${runs[view.run].at}/${file.kind}/${file.step}`);
     const groups = bytes ? asJson(bytes) : [];
     let row = 0;
     for (const [place, group] of groups.entries()) {
@@ -48,7 +48,7 @@ function groupsOf(file) {
 }
 function tokensOf(file) {
   return steps.get(`tokens ${file.key}`, async () => {
-    const bytes = await chunk(`tokens-${view.run}-${file.place}`, `tokens/${view.run}/${file.kind}/${file.step}`);
+    const bytes = await chunk(`tokens-${view.run}-${file.place}`, `tokens/${runs[view.run].at}/${file.kind}/${file.step}`);
     return bytes ? readTokens(bytes) : null;
   });
 }
