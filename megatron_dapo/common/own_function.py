@@ -4,6 +4,7 @@ key."""
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from traceback import extract_tb
 from typing import Any, TypeVar
 
 from megatron_dapo.common.errors import UserError
@@ -43,8 +44,9 @@ class OwnFunction:
         """
         try:
             answer = self.function(*arguments)
-        except Exception as error:
-            failure = f"({type(error).__name__}: {error}); it must return {needed}."
+        except (Exception, SystemExit) as error:
+            line = "".join(f", in line {frame.lineno}" for frame in extract_tb(error.__traceback__)[1:2])
+            failure = f"({type(error).__name__}: {error}{line}); it must return {needed}."
             raise UserError(f"{self.key}: {self.path} failed for {of} {failure}") from error
         try:
             return read(answer)

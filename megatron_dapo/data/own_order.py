@@ -28,6 +28,7 @@ class OwnOrder:
         self._num_prompts = len(prompts)
         self._num_drawn = 0
         self._identity = {"own_order": path, "content": content}
+        self.load_state_dict(self.state_dict())  # a failure now, not when the run resumes
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` numbers."""
@@ -51,7 +52,7 @@ class OwnOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: a copy, since the object goes on."""
-        state = self._methods["state_dict"](lambda answer: json.loads(json.dumps(answer)), "values of JSON", "this run")
+        state = self._methods["state_dict"](_json, "values of JSON (no tuples; keys are texts)", "this run")
         return {**self._identity, "num_drawn": self._num_drawn, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -63,3 +64,10 @@ class OwnOrder:
             )
         self._methods["load_state_dict"](lambda answer: None, "without an error", "the checkpoint", state["state"])
         self._num_drawn = state["num_drawn"]
+
+
+def _json(state: Any) -> Any:
+    """Return a copy. Raises TypeError or ValueError for a state that a file would change."""
+    if (copy := json.loads(json.dumps(state))) != state:
+        raise ValueError(state)
+    return copy
