@@ -72,8 +72,7 @@ def fault_without_import(path: str, num_arguments: int | None = None) -> str | N
 
 
 def _fault_of_call(source: str, name: str, number: int) -> str | None:
-    """Return why a function cannot be called with a number of arguments; None unless a plain `def`
-    is all that binds its name."""
+    """Return why the one `def` that binds a name does not take a number of arguments, or None."""
     binding = [
         node
         for node in ast.walk(ast.parse(source))

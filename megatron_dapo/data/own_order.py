@@ -52,7 +52,7 @@ class OwnOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: a copy, since the object goes on."""
-        state = self._methods["state_dict"](_json, "values of JSON (no tuples; keys are texts)", "this run")
+        state = self._methods["state_dict"](_plain, "values of JSON (keys are texts)", "this run")
         return {**self._identity, "num_drawn": self._num_drawn, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -66,8 +66,10 @@ class OwnOrder:
         self._num_drawn = state["num_drawn"]
 
 
-def _json(state: Any) -> Any:
-    """Return a copy. Raises TypeError or ValueError for a state that a file would change."""
-    if (copy := json.loads(json.dumps(state))) != state:
-        raise ValueError(state)
-    return copy
+def _plain(state: Any) -> Any:
+    """Return a copy, with lists for tuples. Raises TypeError or ValueError if JSON has no such value."""
+    if isinstance(state, dict):
+        return {key + "": _plain(each) for key, each in state.items()}  # JSON would make texts of numbers
+    if isinstance(state, list | tuple):
+        return [_plain(each) for each in state]
+    return json.loads(json.dumps(state, allow_nan=False))

@@ -325,9 +325,11 @@ def test_another_number_of_a_prompt_is_told_in_one_sentence(tmp_path, own, answe
 def test_a_state_other_than_json_and_a_class_without_methods_are_refused(own):
     assert "must return an object with __next__, note_rate, state_dict" in refused(order_of, own("return object()"))
     order = order_of("my_run:Order")
-    for state in ({1, 2}, {1: 2}, [(1, 2)], [float("nan")]):  # a file would give {"1": 2}, and [[1, 2]]
-        order._methods["state_dict"].function.__self__.turns = state
-        assert "my_run:Order.state_dict must return values of JSON" in refused(order.state_dict)
+    own_object = order._methods["state_dict"].function.__self__
+    for own_object.turns in ({1, 2}, [{1: 2}], [float("nan")], np.zeros(1)):  # a file would give [{"1": 2}]
+        assert "my_run:Order.state_dict must return values of JSON (keys are" in refused(order.state_dict)
+    own_object.turns = [(1, {"a": None})]
+    assert order.state_dict()["state"] == {"turns": [[1, {"a": None}]]}
 
 
 def test_an_order_that_cannot_take_its_state_back_is_refused_at_the_start(tmp_path, own):
