@@ -188,10 +188,11 @@ def _run_folder_name(config: Config) -> Iterator[str]:
 
 
 def _own_order(config: Config) -> Iterator[str]:
-    data = config.data
-    others = {"data.mixture gives the files shares": data.mixture, "data.shuffle is false": not data.shuffle}
-    for other in (words for words, is_set in others.items() if is_set and ":" in data.curriculum):
-        yield f"data.curriculum is {data.curriculum}, which alone orders the prompts, but {other}; leave one out."
+    if ":" in config.data.curriculum and config.data.mixture:
+        yield (
+            f"data.curriculum is {config.data.curriculum}, which orders the prompts of all files, but data.mixture "
+            f"gives the files shares; leave one out."
+        )
 
 
 def _reward_environment(config: Config) -> Iterator[str]:

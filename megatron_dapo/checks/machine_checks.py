@@ -277,7 +277,7 @@ def _own_code(config: Config) -> Iterator[str]:
 def _own_code_of(config: Config, key: str) -> Iterator[str]:
     value = value_of(config, key)
     for path in value if isinstance(value, list) else [value]:
-        yield from _not_there(key, path)
+        yield from _not_there(key, path, {"reward.shaping": 2, "data.curriculum": 2, "trainer.logger": 3}.get(key, 1))
 
 
 def _own_reward(config: Config) -> Iterator[str]:
@@ -295,9 +295,9 @@ def _code_of_rollout(config: Config) -> Iterator[str]:
         yield from known_mistakes((_own_reward, _own_environment, agent_on_machine), config)
 
 
-def _not_there(key: str, path: str | None) -> Iterator[str]:
+def _not_there(key: str, path: str | None, num_arguments: int | None = None) -> Iterator[str]:
     """Look for a function or a class of the user's own in its file, long before its import."""
-    if path and IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path)):
+    if path and IMPORT_PATH.fullmatch(path) and (fault := fault_without_import(path, num_arguments)):
         yield f"{key} is {path}, {fault}"
 
 

@@ -40,9 +40,9 @@ def import_attribute(key: str, path: str, form: str, name: str | None = None) ->
         ) from error
 
 
-def fault_without_import(path: str) -> str | None:
-    """Return why `package.module:attribute` cannot be imported, judged by its source files; None if
-    they do not tell.
+def fault_without_import(path: str, num_arguments: int | None = None) -> str | None:
+    """Return why `package.module:attribute` cannot be imported, or called with a number of
+    arguments, judged by its source files; None if they do not tell.
 
     No code of the module or its packages runs: it may be slow, need a GPU, or import packages that
     this machine lacks. Names that only running it would show, such as those of `from x import *`,
@@ -53,8 +53,10 @@ def fault_without_import(path: str) -> str | None:
     module, _, attribute = path.partition(":")
     try:
         source = _source(module)
-        if source is None or (names := _names_bound_by(source, module)) is None or attribute in names:
+        if source is None or (names := _names_bound_by(source, module)) is None:
             return None
+        if attribute in names:
+            return None if num_arguments is None else _fault_of_call(source, attribute, num_arguments)
     except ModuleNotFoundError as error:
         return (
             f"but the module {error.name} is not found from the current folder; correct the name, or "
@@ -67,6 +69,23 @@ def fault_without_import(path: str) -> str | None:
         f"but the module {module} defines no {attribute}; correct the name"
         f"{f', the nearest is {near[0]}' if near else ''}."
     )
+
+
+def _fault_of_call(source: str, name: str, number: int) -> str | None:
+    """Return why the one `def` that binds a name does not take a number of arguments, or None."""
+    binding = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if name in (getattr(node, field, "") for field in ("name", "asname", "id"))
+        and not isinstance(getattr(node, "ctx", None), ast.Load)
+    ]
+    if len(binding) != 1 or not isinstance(binding[0], ast.FunctionDef) or binding[0].decorator_list:
+        return None
+    takes = binding[0].args
+    most = len(takes.posonlyargs) + len(takes.args)
+    if None not in takes.kw_defaults and most - len(takes.defaults) <= number and (takes.vararg or number <= most):
+        return None
+    return f"but {name}({ast.unparse(takes)}) is called with {number} argument{'s' * (number > 1)}; correct it."
 
 
 def _source(module: str) -> str | None:

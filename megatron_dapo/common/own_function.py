@@ -45,7 +45,7 @@ class OwnFunction:
         """
         try:
             answer = self.function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = f"({type(error).__name__}: {error}); it must return {needed}."
             lines = traceback.format_exc(limit=-_SHOWN_FRAMES)[-_MAX_DETAILS:]
             raise UserError(f"{self.key}: {self.path} failed for {of} {failure}", lines) from error

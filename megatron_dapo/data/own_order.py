@@ -29,6 +29,7 @@ class OwnOrder:
         self._num_prompts = len(prompts)
         self._num_drawn = 0
         self._identity = {"own_order": path, "content": content}
+        self.load_state_dict(self.state_dict())  # a failure now, not when the run resumes
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` numbers."""
@@ -52,8 +53,7 @@ class OwnOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data: a copy, since the object goes on."""
-        needed = "values of JSON (lists, and mappings of texts; no tuples, no NaN)"
-        state = self._methods["state_dict"](_json, needed, "this run")
+        state = self._methods["state_dict"](_plain, "values of JSON (keys are texts)", "this run")
         return {**self._identity, "num_drawn": self._num_drawn, "state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -67,9 +67,10 @@ class OwnOrder:
         self._num_drawn = state["num_drawn"]
 
 
-def _json(answer: Any) -> Any:
-    """Return a copy. Raises ValueError or TypeError for values that a checkpoint would not give back
-    as they are, such as numbers as names."""
-    if (copy := json.loads(json.dumps(answer))) != answer:
-        raise ValueError(answer)
-    return copy
+def _plain(state: Any) -> Any:
+    """Return a copy, with lists for tuples. Raises TypeError or ValueError if JSON has no such value."""
+    if isinstance(state, dict):
+        return {key + "": _plain(each) for key, each in state.items()}  # JSON would make texts of numbers
+    if isinstance(state, list | tuple):
+        return [_plain(each) for each in state]
+    return json.loads(json.dumps(state, allow_nan=False))

@@ -54,6 +54,7 @@ _COLLECTIVES = (
     os.path.join("megatron_dapo", "platform", "parallel.py"),  # waits for its own sends
 )
 _REPOSITORY = str(Path(__file__).resolve().parents[2]) + os.sep
+_STARTED_IN = f"{Path.cwd()}/"  # holds code of the user's own
 
 
 class _Position:
@@ -440,12 +441,12 @@ def _is_waiting(frame: FrameType | None) -> bool:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of this program in a thread's stack, e.g.
-    `megatron_dapo/training/policy.py:88`, or ""."""
+    """Return the innermost line of this program, or of code beside the run, in a thread's stack,
+    e.g. `megatron_dapo/training/policy.py:88`, or ""."""
     while frame is not None:
         name = frame.f_code.co_filename
-        own = name.removeprefix(_REPOSITORY)
-        if own.startswith("megatron_dapo/") or (own != name and "site-packages" not in name):
+        own = name.removeprefix(_REPOSITORY).removeprefix(_STARTED_IN)
+        if own.startswith("megatron_dapo/") or (own != name and "/lib/python3" not in name):
             return f"{own}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -133,8 +133,8 @@ def check_signature(function: str, kwargs: dict[str, Any]) -> None:
         inspect.signature(load(function)).bind("", "", "", {}, **kwargs)
     except TypeError as error:
         raise UserError(
-            f"reward.kwargs: {function} cannot be called as ({form_of(load(function)).scored.value}, **{kwargs}): "
-            f"{error}."
+            f"reward.{'kwargs' if kwargs else 'function'}: {function} cannot be called as "
+            f"({form_of(load(function)).scored.value}, **{kwargs}): {error}; correct it."
         ) from None
     if function in BUILT_IN_REWARDS:
         _check_values(function, kwargs)

@@ -1,6 +1,7 @@
 """The actor's loss of a micro-batch: the head's task, and its result for Megatron."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -312,7 +313,8 @@ def make_loss(config: Config, loss_config: LossConfig) -> TokenSumLoss | Sequenc
     actor = config.actor_rollout_ref.actor
     temperature = config.actor_rollout_ref.rollout.temperature
     if actor.loss_function is not None:
-        function = OwnFunction.load(LOSS_FUNCTION, actor.loss_function).function
+        own = OwnFunction.load(LOSS_FUNCTION, actor.loss_function)
+        function = partial(own, lambda answer: answer, "loss, count and metrics", "a micro-batch")
         return SequenceSumLoss(function, temperature, actor.calculate_entropy, loss_config.report_stale)
     if config.sft.enable:
         return _LogLikelihoodLoss(loss_config, "token-mean", config.data.max_response_length, temperature)

@@ -19,6 +19,7 @@ from megatron_dapo.config.derived import state_keys
 from megatron_dapo.config.key_names import MEGATRON
 from megatron_dapo.config.keys import show_text
 from megatron_dapo.config.schema.actor_rollout_ref import MegatronConfig, OptimConfig
+from megatron_dapo.config.schema.critic_config import CriticOptimConfig
 from megatron_dapo.models.build import ModelParts
 from megatron_dapo.platform.parallel import ParallelLayout
 
@@ -198,16 +199,20 @@ class _OwnDecay(OptimizerParamScheduler):
 
     def __init__(self, decay: OwnFunction, *arguments: Any, **keywords: Any) -> None:
         self._decay = decay
-        super().__init__(*arguments, **keywords)  # asks for the first learning rate
+        for percent in range(101):  # a failure at the start, rather than at the run's last step
+            self._share(percent / 100)
+        super().__init__(*arguments, **keywords)
 
     def get_lr(self, param_group: dict) -> float:
         steps = self.num_steps - self.lr_warmup_steps
         if steps <= 0 and self.lr_warmup_steps > 0:
             return super().get_lr(param_group)
-        progress = min(steps / (self.lr_decay_steps - self.lr_warmup_steps), 1.0)
-        share = self._decay(_not_negative, "a finite number from 0", f"progress {progress:g}", progress)
+        share = self._share(min(steps / (self.lr_decay_steps - self.lr_warmup_steps), 1.0))
         low, high = (float(param_group.get(name, getattr(self, name))) for name in ("min_lr", "max_lr"))
         return low + share * (high - low)
+
+    def _share(self, progress: float) -> float:
+        return self._decay(_not_negative, "a finite number from 0", f"progress {progress:g}", progress)
 
 
 def _not_negative(answer: Any) -> float:
@@ -219,7 +224,8 @@ def _not_negative(answer: Any) -> float:
 def _lr_schedule(optimizer: MegatronOptimizer, optim: OptimConfig, num_rollout_steps: int) -> OptimizerParamScheduler:
     schedule: Callable[..., OptimizerParamScheduler] = OptimizerParamScheduler
     if ":" in optim.lr_decay_style:
-        schedule = partial(_OwnDecay, OwnFunction.load("optim.lr_decay_style", optim.lr_decay_style))
+        role = "critic" if isinstance(optim, CriticOptimConfig) else "actor_rollout_ref.actor"
+        schedule = partial(_OwnDecay, OwnFunction.load(f"{role}.optim.lr_decay_style", optim.lr_decay_style))
     return schedule(
         optimizer,
         init_lr=0.0,

@@ -21,6 +21,7 @@ from megatron_dapo.config.key_names import SAMPLING
 from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.config.schema.actor_rollout_ref import OptimConfig
+from megatron_dapo.config.schema.critic_config import CriticOptimConfig
 from megatron_dapo.config.schema.run import DataConfig
 from megatron_dapo.data.batching import assemble
 from megatron_dapo.data.own_order import OwnOrder
@@ -122,6 +123,37 @@ def test_another_name_is_refused_with_the_form_of_a_path(key):
     assert said.startswith(f"{key} is ") and "package.module:name" in said
 
 
+@pytest.mark.parametrize(
+    ("key", "head", "said"),
+    [
+        ("algorithm.adv_estimator", "f()", "f() is called with 1 argument; correct it."),
+        ("algorithm.adv_estimator", "f(group, *, scale)", "f(group, *, scale) is called with 1 argument; correct it."),
+        (f"{SAMPLING}.filter_mode", "f(samples, prompt)", "f(samples, prompt) is called with 1 argument; correct it."),
+        ("reward.shaping", "f(sample)", "f(sample) is called with 2 arguments; correct it."),
+        ("trainer.logger", "f(config, run_folder)", "f(config, run_folder) is called with 3 arguments; correct it."),
+        ("data.curriculum", "f(prompts)", "f(prompts) is called with 2 arguments; correct it."),
+        ("reward.shaping", "f(sample, prompt, weight=1.0)", None),
+        ("trainer.checkpoint_hook", "f(*folders)", None),
+        (DECAY, "f(progress, *, last=0.2)", None),
+    ],
+)
+def test_a_dry_run_counts_the_arguments_of_a_function(tmp_path, monkeypatch, key, head, said):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_call.py").write_text(f"def {head}:\n    return 1.0\n")
+    config = load_config(None, on(key, "own_call:f"))
+    assert [each for each in known_mistakes(MACHINE_CHECKS, config) if "own_call" in each] == (
+        [f"{key} is own_call:f, but {said}"] if said else []
+    )
+
+
+def test_a_mistake_tells_its_line_and_a_call_of_exit_ends_no_process(tmp_path, own):
+    shaping = OwnFunction.load("reward.shaping", own("pass\n    raise SystemExit(3)"))
+    with pytest.raises(UserError) as error:
+        reshaped(shaping, groups_of()[0].samples[0], None)
+    assert "(SystemExit: 3); it must return a finite number" in error.value.sentences[0]
+    assert ", line 3, in " in error.value.details
+
+
 # ------------------------------------------------------------------------------- advantages
 
 
@@ -171,7 +203,10 @@ def test_a_masked_group_has_advantages_of_0(own):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("return 1 / 0", "failed for group group0 (ZeroDivisionError: division by zero); it must return 3 finite"),
+        (
+            "return 1 / 0",
+            "failed for group group0 (ZeroDivisionError: division by zero); it must return 3 finite",
+        ),
         ("return given.rewards[:2]", "must return 3 finite numbers or arrays (a number per token: "),
         ("return [[0.0]] * 3", "must return 3 finite"),
         ("return given.rewards * float('nan')", "must return 3 finite"),
@@ -287,11 +322,9 @@ def test_another_order_or_other_prompts_are_refused_on_resume():
     assert refused(order_of("none").load_state_dict, saved).startswith("data.curriculum was my_run:Order ")
 
 
-@pytest.mark.parametrize("other", ["data.mixture=[1, 2]", "data.shuffle=false"])
-def test_an_order_beside_another_is_refused(other):
-    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", other])
-    said = refused(lambda: validate(config, None, check_files=False))
-    assert f"but {other.partition('=')[0]} " in said and "leave one out" in said
+def test_an_order_beside_a_mixture_is_refused():
+    config = load_config(None, ["data.curriculum=my_run:Order", "data.train_files=[a, b]", "data.mixture=[1, 2]"])
+    assert "leave one out" in refused(lambda: validate(config, None, check_files=False))
 
 
 @pytest.mark.parametrize("answer", ["1 / 0", "3", "-1", "0.0", "None", "next(iter(()))"])
@@ -308,10 +341,27 @@ def test_another_number_of_a_prompt_is_told_in_one_sentence(tmp_path, own, answe
 def test_a_state_other_than_json_and_a_class_without_methods_are_refused(own):
     assert "must return an object with __next__, note_rate, state_dict" in refused(order_of, own("return object()"))
     order = order_of("my_run:Order")
-    # of the last three JSON would give back others: an order that goes on with them, goes on wrong
-    for turns in ({1, 2}, {0: 1.0}, (1.0, 2.0), [float("nan")]):
-        order._methods["state_dict"].function.__self__.turns = turns
-        assert "my_run:Order.state_dict must return values of JSON" in refused(order.state_dict)
+    own_object = order._methods["state_dict"].function.__self__
+    for own_object.turns in ({1, 2}, [{1: 2}], [float("nan")], np.zeros(1)):  # a file would give [{"1": 2}]
+        assert "my_run:Order.state_dict must return values of JSON (keys are" in refused(order.state_dict)
+    own_object.turns = [(1, {"a": None})]
+    assert order.state_dict()["state"] == {"turns": [[1, {"a": None}]]}
+
+
+def test_an_order_that_cannot_take_its_state_back_is_refused_at_the_start(tmp_path, own):
+    path = own("return Own()")
+    (tmp_path / f"{path.partition(':')[0]}.py").open("a").write(
+        "class Own:\n    __next__ = note_rate = print\n"
+        "    def state_dict(self):\n        return {'seen': []}\n"
+        "    def load_state_dict(self, state):\n        self.seen = state['sen']\n"
+    )
+    said = refused(order_of, path)
+    assert said.startswith(f"data.curriculum: {path}.load_state_dict failed for ") and "KeyError: 'sen'" in said
+
+
+def test_an_order_of_ones_own_beside_no_shuffling_is_refused():
+    config = load_config(None, ["data.curriculum=my_run:Order", "data.shuffle=false"])
+    assert "data.shuffle is false, but has no effect" in refused(lambda: validate(config, None, check_files=False))
 
 
 def test_an_order_cannot_move_the_prompts_under_their_numbers(own):
@@ -382,7 +432,17 @@ def test_the_built_in_shapes_written_as_such_functions_are_the_built_in_ones(own
 def test_another_share_is_told_in_one_sentence(own, body):
     path = own(body)
     said = refused(rates, path)
-    assert said.startswith(f"optim.lr_decay_style: {path} ") and "progress 0" in said
+    assert said.startswith(f"{DECAY}: {path} ") and "progress 0" in said
+
+
+def test_a_decay_that_fails_at_the_end_is_told_at_the_start_with_its_key(own):
+    groups = SimpleNamespace(param_groups=[])
+    path = own("return 1 / (1 - given)")
+    for optim, key in (
+        (OptimConfig(lr_decay_style=path), DECAY),
+        (CriticOptimConfig(lr_decay_style=path), "critic.optim.lr_decay_style"),
+    ):
+        assert refused(_lr_schedule, groups, optim, 10).startswith(f"{key}: {path} failed for progress 1 (Zero")
 
 
 # ------------------------------------------------------------------------------ checkpoints

@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "own_pkg").mkdir()
     (tmp_path / "own_pkg" / "__init__.py").write_text(f"import absent_package\n{ENDS}")
-    (tmp_path / "own_pkg" / "scorers.py").write_text(f"import absent_package\n{ENDS}def score(): ...\n")
+    (tmp_path / "own_pkg" / "scorers.py").write_text(f"import absent_package\n{ENDS}def score(sequences): ...\n")
     (tmp_path / "own_pkg" / "inner_dir").mkdir()
     (tmp_path / "own_pkg" / "inner_dir" / "scorers.py").write_text("def score(): ...\n")
     (tmp_path / "own_dir").mkdir()

@@ -18,7 +18,8 @@ from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.batching import TrainSample
 from megatron_dapo.data.packing import collate
 from megatron_dapo.models.log_prob_head import Scores
-from megatron_dapo.training.losses import SequenceSumLoss, loss_sequences
+from megatron_dapo.training.loss_config import loss_config
+from megatron_dapo.training.losses import SequenceSumLoss, loss_sequences, make_loss
 from tests import training_checks as checks
 
 pytestmark = pytest.mark.unit
@@ -144,6 +145,17 @@ GOOD = (torch.tensor(-0.5, requires_grad=True), 2, {"own/metric": (1.0, 2)})
 def test_an_answer_of_another_form_is_one_sentence_with_the_key(answer):
     loss = SequenceSumLoss(lambda sequences: answer, 1.0, with_entropy=False)
     with pytest.raises(UserError, match=f"{LOSS_FUNCTION}: the function must return"):
+        loss.finish(*scores_of_one_sequence())
+
+
+def test_an_exception_is_one_sentence_with_key_and_line(tmp_path, monkeypatch):
+    (tmp_path / "loss_that_fails.py").write_text("def loss(sequences):\n    return sequences[0].nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(None, [f"{LOSS_FUNCTION}=loss_that_fails:loss"])
+    loss = make_loss(config, loss_config(config))
+    with pytest.raises(
+        UserError, match=rf"^.*{LOSS_FUNCTION}: loss_that_fails:loss failed .*AttributeError.* line 2\)"
+    ):
         loss.finish(*scores_of_one_sequence())
 
 

@@ -139,6 +139,13 @@ def test_a_value_that_a_built_in_function_cannot_take_is_refused_when_workers_st
         check_signature(function, kwargs)
 
 
+def test_a_function_with_too_few_parameters_is_a_mistake_of_its_own_key():
+    with pytest.raises(
+        UserError, match=r"^.*reward\.function: tests\.loss_functions:dapo cannot be called .* correct it"
+    ):
+        check_signature("tests.loss_functions:dapo", {})
+
+
 def test_values_that_built_in_functions_take():
     for function, kwargs in (
         ("math_verify", {"time_limit_s": 3}),

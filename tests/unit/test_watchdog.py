@@ -12,11 +12,24 @@ import pytest
 import torch
 
 from megatron_dapo.common.exit_codes import HANG_EXIT_CODE
+from megatron_dapo.common.own_function import OwnFunction
 from megatron_dapo.platform import watchdog
 from megatron_dapo.platform.agreement import SingleRank
 from megatron_dapo.platform.watchdog import RankStatus, Watchdog, missing, sentence
 
 pytestmark = pytest.mark.unit
+
+
+def test_a_function_beside_the_run_that_blocks_is_named_by_its_line(tmp_path, monkeypatch):
+    (tmp_path / "own_wait.py").write_text(
+        "import sys\n\n\ndef f(line_of):\n    return line_of(sys._getframe())\n",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = OwnFunction.load("key", "own_wait:f")
+    calls = [lambda answer: answer, "a line", "this test", watchdog._line_of]
+    assert own(*calls).startswith("megatron_dapo/common/own_function.py:")  # installed elsewhere
+    monkeypatch.setattr(watchdog, "_STARTED_IN", f"{tmp_path}/")
+    assert own(*calls) == "own_wait.py:5"
 
 
 def place(entered: int, beats: int = 0, waits: bool = False, **more: object) -> RankStatus:

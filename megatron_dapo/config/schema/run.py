@@ -53,7 +53,7 @@ class DataConfig(Section):
     conflicting_answers: Literal["error", "drop", "keep"] = "error"
     """What to do with prompts that occur with several answers: stop, naming their rows; drop them; or train on each of
     them. Not asked in multi-turn rollouts, where the answer may be a task of its own."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, ActsIf(Is("curriculum", "none", "column", "measured"))] = True
     """Draw prompts in an order fixed by `seed` and the epoch."""
     seed: int = 1
     """Seed of the order of prompts."""
