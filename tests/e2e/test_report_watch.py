@@ -73,17 +73,23 @@ def test_a_watched_run_is_followed(browser, tmp_path):
         browser.command("Page.navigate", url="about:blank")  # else it goes on asking a dead server
 
 
-def test_a_page_whose_server_has_ended_says_so_wherever_one_reads(browser, tmp_path):
+def test_a_page_whose_server_does_not_answer_says_so_wherever_one_reads(browser, tmp_path):
+    network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
     with served([write_run(tmp_path / "run", num_steps=1).path]) as address:
         browser.open(address)
         status(browser, "Step 1:")
-    browser.wait_for("!document.getElementById('failure').hidden")
-    for place in ("0", "document.body.scrollHeight / 2", "document.body.scrollHeight"):
-        browser.do(f"scrollTo({{top: {place}, behavior: 'instant'}})")
-        low, high = browser.do("(r => [r.top, r.bottom])(document.getElementById('failure').getBoundingClientRect())")
-        assert 0 < low < high <= 900
-    assert browser.texts("#failure")[0].startswith("The server of this page does not answer")
-    browser.command("Page.navigate", url="about:blank")
+        browser.command("Network.emulateNetworkConditions", offline=True, **network)
+        browser.wait_for("!document.getElementById('failure').hidden")
+        assert browser.texts("#failure")[0].startswith("The server of this page does not answer")
+        for place in ("0", "document.body.scrollHeight / 2", "document.body.scrollHeight"):
+            browser.do(f"scrollTo({{top: {place}, behavior: 'instant'}})")
+            top, bottom = browser.do(
+                "(r => [r.top, r.bottom])(document.getElementById('failure').getBoundingClientRect())"
+            )
+            assert 0 < top < bottom <= 900
+        browser.command("Network.emulateNetworkConditions", offline=False, **network)
+        browser.wait_for("document.getElementById('failure').hidden")
+        browser.command("Page.navigate", url="about:blank")
 
 
 def test_each_run_of_a_folder_that_is_shown_has_a_colour_of_its_own_and_keeps_it(browser, tmp_path):
