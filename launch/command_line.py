@@ -13,6 +13,7 @@ from megatron_dapo.checks.gpu_checks import machine_here, shared_gpu_faults
 from megatron_dapo.checks.run_checks import load_and_validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import remove_folder
+from megatron_dapo.common.heavy_packages import require_package
 from megatron_dapo.config.derived import shares_gpus, uses_servers
 from megatron_dapo.config.recipes import add_config_arguments
 from megatron_dapo.config.schema.config import Config
@@ -42,8 +43,10 @@ def parse(options_parser: argparse.ArgumentParser, argv: Sequence[str] | None) -
 
 
 def checked_config(path: str | None, overrides: list[str], check_files: bool = True) -> Config:
-    """Raise UserError with every mistake of the config."""
-    return load_and_validate(path, overrides, check_files=check_files)
+    """Raise UserError with every mistake of the config, or for a missing package."""
+    config = load_and_validate(path, overrides, check_files=check_files)
+    require_package("torch")  # of every process that is started
+    return config
 
 
 def forget_last_start(run: RunFolder, *, starts_servers: bool) -> None:

@@ -12,7 +12,12 @@ def __getattr__(name: str) -> object:
     module = import_module("megatron_dapo.public_names").PUBLIC.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
+    try:
+        value = globals()[name] = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (mistake := import_module("megatron_dapo.common.heavy_packages").absence(error.name)) is None:
+            raise
+        raise ModuleNotFoundError(mistake.sentences[0], name=error.name) from None
     return value
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# `make setup-browser`: the Chromium in which tests/e2e/test_report_page.py opens the report, on Debian and Ubuntu.
+# `make setup-browser`: the Chromium in which tests/e2e opens the report, on Debian and Ubuntu.
 set -eu
 
 for name in chromium chromium-browser google-chrome; do

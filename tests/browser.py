@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: `make setup-browser` installs one (Debian, as root)"
+)
 # no activity of its own
 _QUIET = (
     "--headless",
@@ -155,3 +160,9 @@ class Browser:
 
 def _found(css: str) -> str:
     return f"document.querySelector({json.dumps(css)})"
+
+
+def status(page: Browser, *parts: str) -> str:
+    """Return the line of the report's viewer, once it has these parts."""
+    conditions = "".join(f" && t.includes({json.dumps(part)})" for part in parts)
+    return page.wait_for(f"(t => t{conditions} && t)(document.getElementById('status').textContent)")

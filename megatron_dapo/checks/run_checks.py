@@ -113,7 +113,8 @@ def _mistakes_of_kind(config: Config, overridden: frozenset[str]) -> Iterator[st
 
 def _processes(config: Config, num_processes: int | None) -> Iterator[str]:
     if num_processes is not None and num_processes != world_size(config):
+        trainer, ending = config.trainer, "" if num_processes == 1 else "es"
         yield (
-            f"The launcher started {num_processes} processes, but trainer.nnodes {config.trainer.nnodes} x "
-            f"trainer.n_procs_per_node {config.trainer.n_procs_per_node} is {world_size(config)}; make them agree."
+            f"The launcher started {num_processes} process{ending}, but trainer.nnodes {trainer.nnodes} x "
+            f"trainer.n_procs_per_node {trainer.n_procs_per_node} is {world_size(config)}; make them agree."
         )

@@ -21,7 +21,7 @@ def absence(module: str | None) -> UserError | None:
     if package not in _HEAVY or _is_there(package):
         return None
     return UserError(
-        f"The package {package}, which this command needs, is not installed; {_HEAVY[package]} (docs/install.md)."
+        f"The package {package}, which is needed here, is not installed; {_HEAVY[package]} (docs/install.md)."
     )
 
 

@@ -27,7 +27,7 @@ def convert_to_megatron(hf_model: str | Path, output: str | Path, *, dtype: str 
         UserError: for mistakes and disks that fail; then there is no output.
         RuntimeError: for any other failure.
     """
-    return _convert("hf_to_megatron", output, f"--hf-model={os.fspath(hf_model)}", f"--dtype={dtype}")
+    return _convert("to-megatron", output, f"--hf-model={os.fspath(hf_model)}", f"--dtype={dtype}")
 
 
 def convert_to_huggingface(checkpoint: str | Path, output: str | Path, *, dtype: str = "auto") -> Path:
@@ -39,18 +39,18 @@ def convert_to_huggingface(checkpoint: str | Path, output: str | Path, *, dtype:
         output: the folder to make.
         dtype: of the weights: "bf16", "fp32", or "auto" for the stored one.
     """
-    return _convert("megatron_to_hf", output, f"--checkpoint={os.fspath(checkpoint)}", f"--dtype={dtype}")
+    return _convert("to-hf", output, f"--checkpoint={os.fspath(checkpoint)}", f"--dtype={dtype}")
 
 
-def _convert(tool: str, output: str | Path, *options: str) -> Path:
+def _convert(form: str, output: str | Path, *options: str) -> Path:
     environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
-    command = [sys.executable, "-m", f"checkpoints_tools.{tool}", f"--output={os.fspath(output)}", *options]
+    command = [sys.executable, "-m", "megatron_dapo", "convert", form, f"--output={os.fspath(output)}", *options]
     ended = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     if ended.returncode == USER_ERROR_EXIT_CODE:
         _, head, sentences = ended.stderr.rpartition(" to correct:\n")
         # argparse's own mistakes end in a sentence
         lines = sentences.splitlines() if head else ended.stderr.splitlines()[-1:]
-        raise UserError(lines or f"{tool} refused its arguments.")
+        raise UserError(lines or f"convert {form} refused its arguments.")
     if ended.returncode:
-        raise RuntimeError(f"{tool} failed with exit code {ended.returncode}: {ended.stderr[-_SHOWN_CHARS:]}")
+        raise RuntimeError(f"convert {form} failed with exit code {ended.returncode}: {ended.stderr[-_SHOWN_CHARS:]}")
     return Path(output)

@@ -11,6 +11,7 @@ import pytest
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.servers.supervisor import ServerSupervisor
 from megatron_dapo.storage.server_key import read_server_key
+from tests.browser import Browser
 from tests.forked_ranks import run_ranks
 from tests.forked_servers import forked_servers, own_nurseries
 from tests.helpers import REPOSITORY
@@ -75,3 +76,10 @@ def _convert(task: Path, *commands: list) -> None:
     """Run programs of checkpoints_tools with their arguments, written to `task`, in a fork."""
     task.write_text(json.dumps(commands))
     run_ranks(REPOSITORY / "tests" / "distributed" / "convert_worker.py", 1, str(task))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()

@@ -15,7 +15,7 @@ from megatron_dapo.config.derived import dapo_techniques
 from megatron_dapo.config.loader import load_config
 from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_chromium
 from tests.helpers import REPOSITORY, run_module
 
 pytestmark = pytest.mark.e2e
@@ -110,7 +110,7 @@ def test_the_tokens_that_are_kept_are_those_of_the_responses(run):
         assert 0 < abs(dump.log_prob_diffs).max() < 5e-4
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `make setup-browser` installs one (Debian, as root)")
+@needs_chromium
 def test_the_report_that_the_demo_leaves_opens_without_an_error_or_a_request(run, tmp_path):
     browser = Browser(tmp_path)
     try:

@@ -1,38 +1,22 @@
 """The page of `report` in a real browser: no console errors, no requests, every control works."""
 
 import json
+import math
 import random
 import re
-import threading
-import time
-from contextlib import contextmanager
 
 import pytest
 
 from megatron_dapo.commands.report.command import write_report
-from megatron_dapo.commands.report.watch import make_server
 from megatron_dapo.common.files import write_whole
-from megatron_dapo.storage.run_folder import RunFolder
-from tests.browser import CHROMIUM, Browser
+from tests.browser import Browser, needs_chromium, status
 from tests.proofs import amount
-from tests.report_runs import HOSTILE, START, TOOL, write_branches, write_run, write_step, write_validation
+from tests.report_runs import HOSTILE, START, TOOL, write_branches, write_run, write_validation
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="no Chromium here: `make setup-browser` installs one (Debian, as root)"
-    ),
-]
+pytestmark = [pytest.mark.e2e, needs_chromium]
 
 MAX_BYTES = 30e6
 CARDS = "#list .answer"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +42,6 @@ def page(browser, report_file):
     assert browser.errors == []
     assert [address for address in browser.requests if not address.startswith(("file:", "data:", "blob:"))] == []
     assert browser.do("document.title") != "taken"
-
-
-def status(page: Browser, *parts: str) -> str:
-    """The viewer's line, once it has these parts."""
-    conditions = "".join(f" && t.includes({json.dumps(part)})" for part in parts)
-    return page.wait_for(f"(t => t{conditions} && t)(document.getElementById('status').textContent)")
 
 
 def test_filters_choose_right_wrong_and_cut_answers(page):
@@ -230,6 +208,12 @@ def test_a_zoom_is_of_all_charts_with_steps_until_a_double_click(page):
     page.wait_for("settings.range === null")
     page.choose("#from", "3")
     assert page.do("settings.range") == [3, 6] and not page.do("document.getElementById('whole').disabled")
+    for field, value, shown in (("to", 5, [3, 5]), ("from", 5, [5, 6]), ("to", 4, [0, 4]), ("to", 99, None)):
+        page.choose(f"#{field}", str(value))
+        assert page.do("settings.range") == shown
+    page.choose("#from", "-2")
+    assert page.do("settings.range") is None and page.do("document.getElementById('from').value") == ""
+    page.choose("#from", "3")
     page.choose("#axis", "time")
     assert page.do("settings.range") is None
 
@@ -267,6 +251,12 @@ def test_a_constant_has_an_axis_of_its_own_size(page):
     axis = "JSON.stringify(valueAxis([{{y: [{0}, {0}]}}]).range)"
     assert [page.do(axis.format(value)) for value in ("0", "2", "-3")] == ["[0,1]", "[0,4]", "[-6,0]"]
     assert page.do("JSON.stringify(valueAxis([{y: [1, 2]}]))") == '{"type":"linear"}'
+    noisy = "JSON.stringify(valueAxis([{y: [2e-4, ...smoothed([2e-4, 2e-4, 2e-4], 0.6)]}]).range)"
+    assert page.do("smoothed([2e-4, 2e-4, 2e-4], 0.6).some(value => value !== 2e-4)"), "the mean is not exact"
+    assert page.do(noisy) == "[0,0.0004]"
+    page.choose("#scale", "log")
+    assert page.do(noisy) == json.dumps([math.log10(2e-4) - 1, math.log10(2e-4) + 1], separators=(",", ":"))
+    assert page.do("JSON.stringify(valueAxis([{y: [0, -1]}]))") == '{"type":"log"}'
 
 
 def test_attempts_have_their_changes_and_logs_as_text(page):
@@ -441,60 +431,3 @@ def test_thousands_of_noisy_steps_are_drawn_with_few_points(browser, tmp_path):
     browser.do("zoom([500, 520]); dispatchEvent(new Event('beforeprint'))")
     assert browser.do(f"{FIRST_CHART}.data[0].x") == [*range(499, 522)]
     assert browser.errors == []
-
-
-@contextmanager
-def served(folders):
-    server = make_server(folders, 0)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
-        yield server.url
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_answers_that_come_after_the_page_was_opened_are_shown_and_so_are_their_tokens(browser, tmp_path):
-    folders = [write_run(tmp_path / name, num_steps=1).path for name in "ab"]
-    first, second = map(RunFolder, folders)
-    kept = [(path, path.read_bytes()) for path in (first.rollout(1), first.rollout_tokens(1))]
-    for path in (*(path for path, _ in kept), second.rollout(1), second.rollout_tokens(1)):
-        path.unlink()
-    browser.errors.clear()
-    with served(folders) as address:
-        browser.command("Page.navigate", url=address)
-        browser.wait_for("document.getElementById('no-answers')?.textContent === 'There are no answers yet.'")
-        kept[0][0].write_bytes(kept[0][1])
-        status(browser, "Step 1: 12 answers")
-        assert browser.texts("#answer-run option") == ["a", "b (no answers yet)"]
-        browser.choose("#colour", "advantages")
-        status(browser, "Nothing is known of their tokens")
-        browser.press("j")
-        browser.press("g")  # only one group
-        browser.wait_for("document.querySelectorAll('#list .group').length === 1")
-        kept[1][0].write_bytes(kept[1][1])
-        browser.wait_for("document.querySelectorAll('#list .token').length > 10")
-        assert len(browser.texts("#list .group")) == 1 and browser.errors == []
-        browser.command("Page.navigate", url="about:blank")
-
-
-def test_a_watched_run_is_followed_beside_one_that_begins(browser, tmp_path):
-    run = write_run(tmp_path / "run", num_steps=2)
-    browser.requests.clear()
-    browser.errors.clear()
-    with served([tmp_path]) as address:
-        browser.open(address)
-        status(browser, "Step 2:")
-        write_step(run, random.Random(3), 3, 3, 4, 12)
-        line = json.loads(run.metrics.read_text().splitlines()[-2]) | {"step": 3, "time": time.time()}
-        write_run(tmp_path / "another", num_steps=1)  # now the first by name
-        run.metrics.write_text(run.metrics.read_text() + json.dumps(line) + "\n")
-        status(browser, "Step 3: 12 answers")
-        assert browser.do("runs.map((run) => [run.at, run.steps.step])") == [[1, [1]], [0, [1, 2, 3]]]
-        browser.choose("#colour", "advantages")
-        browser.wait_for("document.querySelectorAll('#list .token').length > 50")
-        assert {each.partition("/")[0] for each in browser.requests} == {"http:"}
-        page, _, key = address.partition("?")
-        assert key and all(each.startswith(page) for each in browser.requests) and browser.errors == []
-        browser.command("Page.navigate", url="about:blank")  # else it goes on asking a dead server

@@ -77,3 +77,25 @@ def test_a_link_that_leads_nowhere_ends_the_build():
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert re.search(r"(?m)^strict: true$", settings)
     assert re.findall(r"(?m)^  (\w+): warn$", settings) == ["absolute_links", "anchors", "unrecognized_links"]
+
+
+SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+def test_the_site_is_light_or_dark_as_the_system_until_a_reader_chooses():
+    """The theme keeps its first palette until then; one of a fixed colour would stay for ever."""
+    media = re.findall(r'(?m)^    - media: "\((.*)\)"', SETTINGS)
+    assert media == [f"prefers-color-scheme{colour}" for colour in ("", ": light", ": dark")]
+
+
+def test_a_search_finds_a_key_by_its_last_part_and_a_version():
+    (separator,) = re.findall(r"(?m)^      separator: '(.*)'", SETTINGS)
+    assert "filter_mode" in re.split(separator, "algorithm.dynamic_sampling.filter_mode=my_run:has_signal")
+    assert "0.16.1" in re.split(separator, "Megatron-core 0.16.1, and others.")
+
+
+def test_a_search_puts_the_pages_that_name_everything_last():
+    for path, meta in (("docs/api.md", {"search": {"boost": 0.3}}), ("docs/rewards.md", {})):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={})
+        pages.on_page_markdown("", page, None, None)
+        assert page.meta == meta

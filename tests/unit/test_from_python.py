@@ -254,7 +254,7 @@ def ended(code: int, stderr: str):
     [
         ("reading ...\n2 mistakes to correct:\nOne.\nTwo.\n", ["One.", "Two."]),
         ("usage: x\nx: error: argument --dtype: invalid choice\n", ["x: error: argument --dtype: invalid choice"]),
-        ("", ["hf_to_megatron refused its arguments."]),
+        ("", ["convert to-megatron refused its arguments."]),
     ],
 )
 def test_mistakes_of_a_conversion_are_its_sentences(monkeypatch, stderr, sentences):
@@ -273,11 +273,12 @@ def test_the_conversions_of_the_page_are_commands_of_the_tools(monkeypatch):
 
     monkeypatch.setattr(conversion.subprocess, "run", run)
     exec(block("import convert_to_huggingface"), {})
-    (*_, first), (*_, second) = [command[:3] for command in commands]
-    assert [first, second] == ["checkpoints_tools.hf_to_megatron", "checkpoints_tools.megatron_to_hf"]
+    assert [command[1:5] for command in commands] == [
+        ["-m", "megatron_dapo", "convert", form] for form in ("to-megatron", "to-hf")
+    ]
     there, back = (
-        hf_to_megatron.parser().parse_args(commands[0][3:]),
-        megatron_to_hf.parser().parse_args(commands[1][3:]),
+        hf_to_megatron.parser().parse_args(commands[0][5:]),
+        megatron_to_hf.parser().parse_args(commands[1][5:]),
     )
     assert (there.hf_model, there.output, there.dtype) == ("models/base", "models/base-megatron", "auto")
     assert (back.checkpoint, back.output, back.dtype) == ("models/base-megatron", "models/base-again", "auto")
@@ -295,7 +296,7 @@ def test_a_conversion_by_a_rank_of_another_job_waits_for_no_other_rank(monkeypat
 
 def test_a_broken_conversion_is_an_error_with_its_last_words(monkeypatch):
     monkeypatch.setattr(conversion.subprocess, "run", ended(134, "x" * 9000 + "Aborted"))
-    with pytest.raises(RuntimeError, match="megatron_to_hf failed with exit code 134: x+Aborted"):
+    with pytest.raises(RuntimeError, match="convert to-hf failed with exit code 134: x+Aborted"):
         conversion.convert_to_huggingface("a", "b")
 
 

@@ -146,6 +146,8 @@ def test_the_installed_command_dry_runs_with_a_reward_of_the_current_folder(prog
     assert done.returncode == 0 and "Process plan" in done.stdout, done.stderr
     started = command(programs, "local", "--config", "run.yaml", cwd=tmp_path)
     assert started.returncode == 2 and "The package torch, which" in started.stderr, started.stderr
+    module = command(programs, "-m", "launch.local", "--config", "run.yaml", cwd=tmp_path, program="python")
+    assert (module.returncode, module.stderr) == (2, started.stderr)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,19 @@ def test_a_folder_of_its_name_is_no_package(programs, tmp_path, module):
     (tmp_path / module.partition(".")[0]).mkdir()  # docs/checkpoints.md converts into megatron/
     script = f"from megatron_dapo.common.heavy_packages import absence as a; print(a({module!r}).report())"
     done = command(programs, "-c", script, cwd=tmp_path, program="python")
-    assert f"The package {module.partition('.')[0]}, which this command needs, is not installed" in done.stdout, done
+    assert f"The package {module.partition('.')[0]}, which is needed here, is not installed" in done.stdout, done
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["import dapo_loss", "import convert_to_megatron; convert_to_megatron('a', 'b')"],
+    ids=["a loss", "a tool"],
+)
+def test_a_public_name_without_its_packages_says_how_to_install_them(programs, tmp_path, script):
+    done = command(programs, "-c", f"from megatron_dapo {script}", cwd=tmp_path, program="python")
+    last = done.stderr.splitlines()[-1]
+    assert "Error: The package torch, which is needed here, is not installed; pip install" in last, done.stderr
+    assert "During handling" not in done.stderr
 
 
 def test_a_missing_module_of_the_program_is_no_missing_package():

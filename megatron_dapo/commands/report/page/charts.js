@@ -35,11 +35,13 @@ function zoom(range) {
   byId("whole").disabled = !range;
   redraw();
 }
-/** Zooms to the steps that were typed; an empty field is the run's beginning or end. */
-function zoomAsTyped() {
+/** Zooms to the steps that were typed; an empty field, and one that the other contradicts, is the run's beginning or end. */
+function zoomAsTyped({ target }) {
   const last = Math.max(1, ...shownRuns().map((run) => (settings.axis === "step" ? run.steps.step : elapsed(run, run.steps.time ?? []))?.at(-1) ?? 1));
-  const range = [Number(byId("from").value), Number(byId("to").value) || last];
-  zoom((byId("from").value || byId("to").value) && range[0] < range[1] ? range : null);
+  const typed = (id, none) => (byId(id).value === "" ? none : Math.min(last, Math.max(0, Number(byId(id).value))));
+  let [from, to] = [typed("from", 0), typed("to", last)];
+  if (from >= to) [from, to] = target.id === "from" ? [from, last] : [0, to];
+  zoom(from < to && (from > 0 || to < last) ? [from, to] : null);
 }
 
 /** Rows [from, to) of x, ascending, within the zoom and one beside it: at most MOST_PARTS equal parts. */
@@ -59,12 +61,12 @@ const extremes = (parts, values) => parts.flatMap(([from, to]) => {
   return low === high ? [low] : [Math.min(low, high), Math.max(low, high)];
 });
 
-/** The axis of values. A single value gets a scale of its own size: the library's would be -1 to 1 around it. */
+/** The axis of values. A single value gets a scale of its own size: the library's would be -1 to 1 around it, or show rounding errors. */
 function valueAxis(traces) {
   const type = settings.isLog ? "log" : "linear";
   let low = Infinity, high = -Infinity;
   for (const value of traces.flatMap((trace) => trace.y)) if (!settings.isLog || value > 0) { low = Math.min(low, value); high = Math.max(high, value); }
-  if (low !== high) return { type };
+  if (high < low || high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high))) return { type };
   if (settings.isLog) return { type, range: [Math.log10(low) - 1, Math.log10(low) + 1] };
   return { type, range: low === 0 ? [0, 1] : [Math.min(0, 2 * low), Math.max(0, 2 * low)] };
 }
@@ -154,7 +156,7 @@ function addCurves(grid, panel, shownRuns) {
     const runs = shownRuns();
     return panel.series.flatMap(([metric, label], place) => runs.map((run) => {
       const data = series(run, metric);
-      const colour = colourOf(runs.length > 1 ? run.number : place);
+      const colour = colourOf(runs.length > 1 ? run.colour : place);
       const dash = runs.length > 1 ? DASHES[place % DASHES.length] : "solid";
       return data && { data, run, metric, label, colour, dash, isMain: place === 0 };
     })).filter(Boolean);

@@ -22,17 +22,27 @@ function setTheme(theme) {
 function showRuns() {
   byId("runs").hidden = runs.length < 2;
   byId("runs").replaceChildren(byId("runs").querySelector("legend"), ...runs.map((run) => {
-    const dot = element("i", { class: "dot" });
-    dot.style.background = `var(--c${run.number % 8})`;
     const toggle = (event) => {
       run.isShown = event.target.checked;
       if (!shownRuns().length) { run.isShown = true; event.target.checked = true; }
+      colourRuns();
       showSummary(shownSummary);
       showTimes();
       redraw();
     };
-    return element("label", {}, element("input", { type: "checkbox", checked: run.isShown, onchange: toggle }), element("span", {}, dot, run.name));
+    return element("label", {}, element("input", { type: "checkbox", checked: run.isShown, onchange: toggle }), element("span", {}, element("i", { class: "dot" }), run.name));
   }));
+  colourRuns();
+}
+
+/** A run keeps its colour while it is shown; one that is shown anew gets the first that no other has. */
+function colourRuns() {
+  for (const run of runs) if (!run.isShown) run.colour = undefined;
+  for (const run of shownRuns()) {
+    const taken = new Set(shownRuns().map((one) => one.colour));
+    run.colour ??= [...Array(8).keys()].find((colour) => !taken.has(colour)) ?? run.number % 8;
+  }
+  for (const [number, dot] of byId("runs").querySelectorAll(".dot").entries()) dot.style.background = runs[number].isShown ? `var(--c${runs[number].colour})` : "var(--line)";
 }
 
 function showSummary(summary) {
@@ -139,11 +149,11 @@ function listen() {
 }
 
 function take(summary) {
-  const before = new Map(runs.map((run) => [run.folder, run.isShown]));
+  const before = new Map(runs.map((run) => [run.folder, run]));
   const viewed = runs[view.run]?.folder;
   const newest = [...summary.runs].sort((a, b) => (b.steps.time?.at(-1) ?? 0) - (a.steps.time?.at(-1) ?? 0)).slice(0, 5); // shown at first
   callMarks = summary.calls;
-  runs = summary.runs.map((run, number) => ({ ...run, number, isShown: before.get(run.folder) ?? newest.includes(run) }));
+  runs = summary.runs.map((run, number) => ({ ...run, number, colour: before.get(run.folder)?.colour, isShown: before.get(run.folder)?.isShown ?? newest.includes(run) }));
   view.run = Math.max(0, runs.findIndex((run) => run.folder === viewed));
   showRuns();
   showSummary(summary);
