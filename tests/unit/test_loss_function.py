@@ -153,10 +153,9 @@ def test_an_exception_is_one_sentence_with_key_and_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     config = load_config(None, [f"{LOSS_FUNCTION}=loss_that_fails:loss"])
     loss = make_loss(config, loss_config(config))
-    with pytest.raises(
-        UserError, match=rf"^.*{LOSS_FUNCTION}: loss_that_fails:loss failed .*AttributeError.* line 2\)"
-    ):
+    with pytest.raises(UserError, match=f"{LOSS_FUNCTION}: loss_that_fails:loss failed .*AttributeError") as error:
         loss.finish(*scores_of_one_sequence())
+    assert 'loss_that_fails.py", line 2, in loss' in error.value.details
 
 
 def test_a_plain_number_is_a_loss_without_gradient_and_half_a_count_is_refused():
