@@ -1,1 +1,1 @@
-"""Metrics and their sinks: console, metrics.jsonl, TensorBoard, W&B, MLflow; timers; the closing table."""
+"""Metrics and their sinks: console, metrics.jsonl, TensorBoard, W&B, MLflow; timers; closing table."""
