@@ -21,7 +21,8 @@ def set_aside(run: RunFolder) -> Path | None:
     while (earlier := run.path / f"earlier_{number}").exists():
         number += 1
     earlier.mkdir()
-    for path in (run.metrics, run.tensorboard, run.wandb_id, *_folders(run), run.model, run.adapter, run.config):
+    ids = (run.logger_id("wandb"), run.logger_id("mlflow"))
+    for path in (run.metrics, run.tensorboard, *ids, *_folders(run), run.model, run.adapter, run.config):
         if path.exists():
             path.rename(earlier / path.name)
     return earlier

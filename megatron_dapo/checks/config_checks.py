@@ -136,8 +136,9 @@ def prompt_template(config: Config) -> Iterator[str]:
 
 
 def logger(config: Config) -> Iterator[str]:
-    if "wandb" in config.trainer.logger and importlib.util.find_spec("wandb") is None:
-        yield "trainer.logger has wandb, which is not installed; pip install -e '.[wandb]', or leave it out."
+    for name in ("wandb", "mlflow"):
+        if name in config.trainer.logger and importlib.util.find_spec(name) is None:
+            yield f"trainer.logger has {name}, which is not installed; pip install -e '.[{name}]', or leave it out."
 
 
 def save_interval(config: Config) -> Iterator[str]:

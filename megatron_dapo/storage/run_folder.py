@@ -59,11 +59,6 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
-    def wandb_id(self) -> Path:
-        """Return the path of the run's id at Weights & Biases."""
-        return self.path / "wandb_id"
-
-    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
@@ -141,6 +136,10 @@ class RunFolder:
         """Return the folder in which the nodes of servers over several nodes agree on starts, one
         folder per server; see `servers.several_nodes.start_orders`."""
         return self.path / "server_starts"
+
+    def logger_id(self, logger: str) -> Path:
+        """Return the path of the run's id at a service of `trainer.logger`."""
+        return self.path / f"{logger}_id"
 
     def unresponsive(self, url: str) -> Path:
         """Return the path of the note that tells a server's supervisor that the server did not

@@ -3,17 +3,22 @@
 import json
 import math
 import os
+import re
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.common.own_function import OwnFunction, having
 from megatron_dapo.common.standard_streams import mute, print_line
+from megatron_dapo.config.keys import known_keys
 from megatron_dapo.config.schema.config import Config
 from megatron_dapo.storage.run_folder import RunFolder
 from megatron_dapo.telemetry.console import COLUMNS as STEP_COLUMNS
@@ -31,6 +36,14 @@ from megatron_dapo.telemetry.sample_table import COLUMNS, SampleTable
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+_MLFLOW_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds per try, not minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # the only store without server or database
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # a URL may hold a password
+}
+_MLFLOW_END_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -167,13 +180,14 @@ class _WeightsAndBiases:
     def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
         import wandb
 
-        if resumed_after is None or not run_folder.wandb_id.exists():
-            write_whole(run_folder.wandb_id, secrets.token_hex(8))
+        id_file = run_folder.logger_id("wandb")
+        if resumed_after is None or not id_file.exists():
+            write_whole(id_file, secrets.token_hex(8))
         try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "megatron_dapo"),
                 name=config.trainer.experiment_name,
-                id=run_folder.wandb_id.read_text(encoding="utf-8"),
+                id=id_file.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=str(run_folder.path),
                 config=config.model_dump(mode="json"),
@@ -195,6 +209,80 @@ class _WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _MLflow:
+    """The same scalars, and the config as parameters. A resumed run continues the same run there,
+    by the id in the run folder.
+
+    A thread sends them, so that no step waits for a silent server.
+    """
+
+    def __init__(self, config: Config, run_folder: RunFolder, resumed_after: int | None = None) -> None:
+        for name, value in _MLFLOW_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+
+        self._metric = mlflow.entities.Metric
+        self._uri = os.environ.get("MLFLOW_TRACKING_URI") or (run_folder.path.resolve() / "mlflow").as_uri()
+        id_file = run_folder.logger_id("mlflow")
+        try:
+            self._client = client = mlflow.MlflowClient(self._uri)
+            if resumed_after is None or not id_file.exists():
+                name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megatron_dapo")
+                experiment = client.get_experiment_by_name(name)
+                experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
+                run_id = client.create_run(experiment_id, run_name=config.trainer.experiment_name).info.run_id
+                values = {key: str(reduce(getattr, key.split("."), config)) for key in known_keys()}
+                client.log_batch(run_id, params=[mlflow.entities.Param(*each) for each in values.items()])
+                write_whole(id_file, run_id)
+        except Exception as error:
+            raise UserError(
+                f"trainer.logger has mlflow, which cannot be started ({self._told(error)}); correct "
+                "MLFLOW_TRACKING_URI, unset it for a folder in the run folder, or leave mlflow out."
+            ) from None
+        self._run_id = id_file.read_text(encoding="utf-8")
+        self._unsent: deque[list] = deque(maxlen=1000)
+        self._thread = ThreadPoolExecutor(1, "mlflow")
+        self._thread.submit(client.update_run, self._run_id, "RUNNING")
+        self._sending: Future[None] = Future()
+        self._sending.set_result(None)
+        self._error: BaseException | None = None  # of the newest attempt that ended
+
+    def write(self, record: Record) -> None:
+        now_ms = int(time.time() * 1000)
+        metrics = [self._metric(_mlflow_name(name), x, now_ms, record.step) for name, x in _scalars(record).items()]
+        self._unsent.append(metrics)
+        if self._sending.done():
+            self._error, self._sending = self._sending.exception(), self._thread.submit(self._send)
+        if self._error is not None:
+            raise OSError(self._told(self._error))
+
+    def close(self) -> None:
+        self._thread.submit(self._send)
+        status = "FAILED" if sys.exception() else "FINISHED"
+        last = self._thread.submit(self._client.set_terminated, self._run_id, status)
+        try:
+            error = last.exception(_MLFLOW_END_S)  # or TimeoutError, which is an OSError
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        if error is not None:
+            raise OSError(self._told(error))
+
+    def _send(self) -> None:
+        while self._unsent:
+            self._client.log_batch(self._run_id, self._unsent[0])
+            self._unsent.popleft()
+
+    def _told(self, error: BaseException) -> str:
+        """Return an error on one line, without the server's address, which may hold a password."""
+        return " ".join(str(error).replace(self._uri, "MLFLOW_TRACKING_URI").split())[:500]
+
+
+def _mlflow_name(name: str) -> str:
+    """Return the name with `_at_` for `@`, and `_` for all else that MLflow refuses."""
+    allowed = re.sub(r"[^\w/. :-]", "_", name.replace("@", "_at_"))[:250]
+    return "/".join(part if part.strip(".") else "_" for part in allowed.split("/"))
 
 
 def _add(writer: "SummaryWriter", record: Record) -> None:
@@ -219,6 +307,7 @@ SINKS: dict[str, Callable[[Config, RunFolder, int | None], Sink]] = {
     "jsonl": lambda config, run_folder, resumed_after: _JsonLines(run_folder, resumed_after),
     "tensorboard": lambda config, run_folder, resumed_after: TensorBoard(run_folder, resumed_after),
     "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
 }
 
 

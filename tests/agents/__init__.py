@@ -1,1 +1,2 @@
-"""Programs of other people as agents; `make test-agents` runs these tests, `make test` does not."""
+"""Programs of other people, as agents and as loggers; `make test-agents` runs these tests, `make
+test` does not."""

@@ -211,6 +211,14 @@ def test_the_ranges_hold_the_pins_of_the_locks():
                 assert one.specifier.contains(pin.version), f"{one} is not {pin} of {platform}.txt"
 
 
+def test_the_tests_of_loggers_have_the_clients_of_the_extras():
+    lock = (REPOSITORY / "requirements" / "agents" / "loggers.txt").read_text().splitlines()[1:]
+    pins = {pin.name: pin.specifier for pin in map(Requirement, lock)}
+    for one in (Requirement(text) for name in ("wandb", "mlflow") for text in EXTRAS[name]):
+        (pin,) = pins[one.name]
+        assert one.specifier.contains(pin.version)
+
+
 def applies(requirement: Requirement, python: str) -> bool:
     return requirement.marker is None or requirement.marker.evaluate({"python_version": python})
 

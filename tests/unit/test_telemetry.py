@@ -17,7 +17,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron_dapo.checks.run_checks import validate
 from megatron_dapo.common.errors import UserError
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.config.loader import load_config
@@ -257,59 +256,6 @@ def test_who_keeps_no_responses_sends_none_to_loggers():
     config = load_config(None, ["actor_rollout_ref.rollout.dump_samples=0"])
     assert sample_table(config, 1, hostile_groups()) is None
     assert sample_table(load_config(None, []), 1, None) is None
-
-
-WANDB = """
-from types import SimpleNamespace
-
-class Error(Exception):
-    pass
-
-errors, calls, Table = SimpleNamespace(Error=Error), [], SimpleNamespace
-
-def init(**given):
-    if given["name"] == "nobody":
-        raise Error("no API key")
-    calls.append(("init", given))
-    add = lambda name: lambda *values, **more: calls.append((name, *values, more))
-    return SimpleNamespace(log=add("log"), define_metric=add("define_metric"), finish=add("finish"))
-"""
-
-
-def test_weights_and_biases_gets_the_scalars_and_a_resumed_run_goes_on_as_the_same(tmp_path, monkeypatch):
-    """With a module in the place of the real one, which needs an account."""
-    (tmp_path / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    config = load_config(None, ["trainer.logger=[wandb]", "trainer.experiment_name=mine"])
-    for resumed_after in (None, 1, None):
-        log = Telemetry(config, RunFolder(tmp_path / "run"), resumed_after)
-        log.log(2, {"reward/mean": 0.5}, hostile_groups())
-        log.log_validation(2, {"val/accuracy": 0.75})
-        log.close()
-    calls = sys.modules.pop("wandb").calls
-    begun = [call[1] for call in calls if call[0] == "init"]
-    assert begun[0]["id"] == begun[1]["id"] != begun[2]["id"] and {each["resume"] for each in begun} == {"allow"}
-    assert (begun[0]["project"], begun[0]["name"]) == ("megatron_dapo", "mine")
-    assert begun[0]["config"]["trainer"]["logger"] == ["wandb"]
-    logged = [{k: x for k, x in call[1].items() if "time" not in k} for call in calls if call[0] == "log"]
-    tables = [each.pop("samples") for each in logged if "samples" in each]
-    assert len(tables) == 3 and len(tables[0].data) == 16
-    row = dict(zip(tables[0].columns, tables[0].data[0], strict=True))
-    assert (row["step"], row["text"], row["reward"]) == (2, "</code>\n\n# I am a heading", 0.5)
-    assert logged[:2] == [{"step": 2, "reward/mean": 0.5}, {"step": 2, "val/accuracy": 0.75}]
-    assert ("define_metric", "*", {"step_metric": "step"}) in calls and calls[-1] == ("finish", {})
-
-    with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
-        Telemetry(load_config(None, ["trainer.logger=[wandb]", "trainer.experiment_name=nobody"]), RunFolder(tmp_path))
-    sys.modules.pop("wandb")
-
-
-def test_without_its_package_weights_and_biases_is_refused_before_the_run(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"logger has wandb, which is not installed; pip install -e '.\[wandb\]'"):
-        validate(load_config(None, ["trainer.logger=[wandb]"]), None, check_files=False)
 
 
 def test_only_the_sinks_of_trainer_logger_are_used(tmp_path, capsys):

@@ -212,7 +212,7 @@ class TrainerConfig(Section):
     """Rollout steps at the beginning in which the critic alone is updated."""
     test_freq: MayChangeOnResume[BoundedInt] = -1
     """Rollout steps between held-out evaluations; -1 = only before and after (where val_files are given)."""
-    logger: MayChangeOnResume[list[Literal["console", "jsonl", "tensorboard", "wandb"] | ImportPath]] = [
+    logger: MayChangeOnResume[list[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"] | ImportPath]] = [
         "console",
         "jsonl",
         "tensorboard",
