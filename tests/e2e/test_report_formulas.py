@@ -8,6 +8,7 @@ import pytest
 from megatron_dapo.commands.report.command import write_report
 from megatron_dapo.common.files import write_whole
 from tests.browser import Browser, needs_chromium, status
+from tests.helpers import REPOSITORY
 from tests.report_runs import write_branches, write_run
 
 pytestmark = [pytest.mark.e2e, needs_chromium]
@@ -135,6 +136,11 @@ def test_a_megabyte_of_marks_takes_little_time(page):
         script = "(text => { const begin = performance.now(); drawFormulas(text); return [performance.now() - begin,"
         took, count = page.do(f"{script} text.querySelectorAll('.formula').length]; }})({made})")
         assert took < 10_000 and count <= 1000 and (count > 0) == (part == "$x$ "), part
+
+
+def test_the_version_is_the_one_that_is_said(page):
+    said = REPOSITORY / "megatron_dapo" / "commands" / "report" / "page" / "temml" / "README.md"
+    assert said.read_text().startswith(f"# Temml {page.do('temml.version')}\n")
 
 
 def test_the_switch_and_its_key_show_the_text_and_the_formulas(page):

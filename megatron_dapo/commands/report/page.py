@@ -102,8 +102,8 @@ def render(names: Sequence[str], *, is_live: bool, chunks: Sequence[tuple[str, s
 
 
 def _text(name: str) -> Markup:
-    text = (_FILES / name).read_text(encoding="utf-8")
-    return _without_end(re.sub(r"@font-face \{[^}]*\}", "", text))  # a font is one more file
+    """Return a file's text. A font would be one more file."""
+    return _without_end(re.sub(r"@font-face \{[^}]*\}", "", (_FILES / name).read_text(encoding="utf-8")))
 
 
 def _without_end(script: str) -> Markup:

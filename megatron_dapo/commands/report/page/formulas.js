@@ -29,8 +29,7 @@ function drawFormulas(holder) {
   const parts = holder.querySelector("mark") ? [] : [holder, ...holder.querySelectorAll(":scope > .by-model")];
   let left = MAX_FORMULAS, end = performance.now() + MAX_FORMULAS_MS;
   for (const text of parts.flatMap((part) => [...part.childNodes]).filter((node) => node.nodeType === Node.TEXT_NODE)) {
-    const nodes = [];
-    let at = 0;
+    let nodes = [], at = 0;
     for (const { 0: source, index, groups: { dollars, brackets, parentheses, dollar } } of text.data.matchAll(FORMULA)) {
       const tex = dollars ?? brackets ?? parentheses ?? dollar;
       if (tex === undefined || left-- <= 0 || performance.now() > end) continue;
