@@ -108,7 +108,12 @@ def test_the_wheel_has_programs_recipes_and_no_leftovers(wheel):
     recipes = {name.removeprefix("megatron_dapo/configs/") for name in names if "/configs/" in name}
     files = [*REPOSITORY.glob("configs/**/*.yaml"), REPOSITORY / "configs/schema.json"]
     assert recipes == {str(path.relative_to(REPOSITORY / "configs")) for path in files}
-    assert "megatron_dapo/commands/report/page/charts.js" in names
+    page = "megatron_dapo/commands/report/page"
+    assert {f"{page}/{name}" for name in ("charts.js", "temml/temml.min.js", "temml/LICENSE")} <= names
+    assert {name.partition("/licenses/")[2] for name in names if "/licenses/" in name} == {
+        "LICENSE",
+        f"{page}/temml/LICENSE",
+    }
     assert {name.partition("/")[0] for name in names if not name.startswith("megatron_dapo-")} == {
         "megatron_dapo",
         "launch",

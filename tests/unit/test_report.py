@@ -25,6 +25,7 @@ from megatron_dapo.common.ends import End, EndFolder, EndKind
 from megatron_dapo.common.files import write_whole
 from megatron_dapo.data.token_dump import TokenDump
 from megatron_dapo.storage.run_folder import RunFolder
+from tests.helpers import REPOSITORY
 from tests.report_runs import HOSTILE, START, TOOL, write_branches, write_run
 
 pytestmark = pytest.mark.unit
@@ -387,6 +388,14 @@ def test_a_page_asks_nobody_for_anything(tmp_path):
     assert not re.findall(
         r"<(?:script|img|link|iframe)[^>]*\b(?:src|href)=\"(?!data:,)[^\"]*", page.partition("plotly.js v")[0]
     )
+
+
+def test_a_page_has_the_formulas_script_once_with_its_licence_and_without_its_font(tmp_path):
+    page = whole_page([write_run(tmp_path / "run", num_steps=1).path])
+    folder = REPOSITORY / "megatron_dapo" / "commands" / "report" / "page" / "temml"
+    assert page.count((folder / "temml.min.js").read_text()) == page.count((folder / "LICENSE").read_text()) == 1
+    style = page.partition("<body>")[0]
+    assert "math.tml-display" in style and "@font-face" not in style and "url('Temml" not in style
 
 
 def kept(sizes: list[tuple[int, int]], max_bytes: int) -> list[tuple[int, bool]]:

@@ -1,6 +1,7 @@
 """Assembles the page: one file that needs no network."""
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from megatron_dapo.commands.report.embedding import StepAnswers, answers_of, pac
 from megatron_dapo.commands.report.panels import CURVES, PHASES, UTILISATION, drawn
 from megatron_dapo.commands.report.run_data import RunData, config_rows, read_run, runs_in
 
-_SCRIPTS = ("data.js", "charts.js", "tokens.js", "viewer.js", "page.js")
+_SCRIPTS = ("data.js", "charts.js", "tokens.js", "temml/temml.min.js", "formulas.js", "viewer.js", "page.js")
 _FILES = resources.files("megatron_dapo.commands.report") / "page"
 
 
@@ -94,14 +95,15 @@ def render(names: Sequence[str], *, is_live: bool, chunks: Sequence[tuple[str, s
         title=" and ".join(names),
         is_live=is_live,
         nonce=secrets.token_urlsafe(16),
-        style=_text("report.css"),
-        scripts=[_without_end(get_plotlyjs()), *map(_text, _SCRIPTS)],
+        style=_text("temml/Temml-Local.css") + _text("report.css"),
+        scripts=[_without_end(get_plotlyjs()), _without_end(f"/*\n{_text('temml/LICENSE')}*/"), *map(_text, _SCRIPTS)],
         chunks=chunks,
     )
 
 
 def _text(name: str) -> Markup:
-    return _without_end((_FILES / name).read_text(encoding="utf-8"))
+    """Return a file's text. A font would be one more file."""
+    return _without_end(re.sub(r"@font-face \{[^}]*\}", "", (_FILES / name).read_text(encoding="utf-8")))
 
 
 def _without_end(script: str) -> Markup:

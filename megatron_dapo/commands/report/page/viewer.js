@@ -8,7 +8,7 @@ const CALL_NAME = /(?:"name"\s*:\s*"|functions\.|<function=|<tool_call>\s*|begin
 const MAX_HITS = 300; // of a search in all steps
 
 const steps = new Remembered(60); // parsed texts of a step, and its tokens
-const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn", as: "groups", colour: "", words: "", everywhere: false, only: null, limit: 0, turn: 0 };
+const view = { run: 0, kind: "trained", place: 0, verdict: "all", sort: "drawn", as: "groups", colour: "", words: "", everywhere: false, formulas: true, only: null, limit: 0, turn: 0 };
 let callMarks = []; // [start, end] of a call of a tool; no end: it ends with the turn
 let files = []; // of the run and kind that are chosen: {step, groups, answers, tokens, place, key}
 const allFiles = new Map(); // by key, each once: answers that are shown hold theirs
@@ -158,6 +158,7 @@ function present(found, known) {
     items = rows.map(([group, answers]) => () => groupCard(group, answers, context));
   }
   list.replaceChildren(...items.slice(0, view.limit).map((make) => make()));
+  showFormulas(list);
   const rest = items.length - view.limit;
   byId("more").hidden = rest <= 0;
   byId("more").textContent = `Show ${Math.min(rest, FIRST[view.as])} more of ${rest}`;
@@ -257,7 +258,7 @@ function textOf(answer, tokens, scale) {
       holder.append(...marked(isWhole ? answer.text ?? "" : (answer.text ?? "").slice(0, LONG_TEXT)));
     }
     const rest = tokens ? tokens.size - LONG_TEXT / 4 : answer.turns ? 0 : (answer.text ?? "").length - LONG_TEXT;
-    if (!isWhole && rest > 0) holder.append(" … ", element("button", { type: "button", onclick: () => fill(true) }, `all of it: ${rest} more ${tokens ? "tokens" : "characters"}`));
+    if (!isWhole && rest > 0) holder.append(" … ", element("button", { type: "button", onclick: () => { fill(true); showFormulas(holder.parentElement); } }, `all of it: ${rest} more ${tokens ? "tokens" : "characters"}`));
   };
   fill(false);
   return holder;
@@ -379,6 +380,7 @@ function listenToViewer() {
   change("colour", (select) => { view.colour = select.value; });
   change("everywhere", (box) => { view.everywhere = box.checked; view.only = null; });
   change("verdict", (radio) => { view.verdict = radio.value; });
+  byId("formulas").addEventListener("change", (event) => { view.formulas = event.target.checked; showFormulas(byId("list")); });
   byId("step").addEventListener("input", (event) => toStep(Number(event.target.value)));
   byId("previous").addEventListener("click", () => toStep(view.place - 1));
   byId("next").addEventListener("click", () => toStep(view.place + 1));
@@ -400,7 +402,7 @@ function onKey(event) {
   const focus = (card) => { if (card) { card.focus({ preventScroll: true }); card.scrollIntoView({ block: "nearest", inline: "nearest" }); } };
   const keys = {
     j: () => focus(cards[at + 1] ?? cards[at]), k: () => focus(cards[Math.max(0, at - 1)]),
-    "[": () => toStep(view.place - 1), "]": () => toStep(view.place + 1), "/": () => byId("search").focus(),
+    "[": () => toStep(view.place - 1), "]": () => toStep(view.place + 1), "/": () => byId("search").focus(), f: () => byId("formulas").click(),
     g: () => { if (view.only) showOnly(null); else if (cards[at]) showOnly(cards[at].answer.group, cards[at].answer.file); },
   };
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
