@@ -277,6 +277,7 @@ class GroupQueue:
             self._kept.append(replace(group, keep=reason is None))
         else:
             self._gone["filtered"] += 1
+            step.dropped.add(group, is_filtered=True)
         is_short = self._is_exhausted and self.limits.on_exhausted != "raise" and self._kept
         if len(self._kept) == self.limits.train_batch_size or is_short:
             self._close_batch()
@@ -369,15 +370,14 @@ class GroupQueue:
             "num_recent": self._num_recent,
             "open": [{"uid": uid} if uid in finished else draw_to_plain(group) for uid, group in opened.items()],
             "finished": [group_to_plain(group) for uid, group in opened.items() if uid in finished],
-            "step": self._step.state_dict() if self._steps else None,
-            "steps_ahead": [step.state_dict() for step in self._steps[1:]],
+            **_plain_steps(self._steps),
         }
         if with_samples:
             return state
         drawn = [*(_without_samples(group, group.version) for group in ready), *self._opened_anew().values()]
-        step = RolloutStep(self._step.number).state_dict() if self._steps else None
-        none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": [], "steps_ahead": []}
-        return state | none | {"open": [draw_to_plain(group) for group in drawn], "step": step}
+        none = {"kept": [], "batch_sizes": [], "num_draws_used": 0, "finished": []}
+        steps = _plain_steps(self._steps, with_kept=False)
+        return state | none | {"open": [draw_to_plain(group) for group in drawn]} | steps
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from a saved queue. Nothing is drawn before `begin`."""
@@ -475,6 +475,12 @@ class GroupQueue:
             "responses of a group differ, raise max_num_gen_batches or data.gen_batch_size, or set "
             "on_exhausted=train_partial (which needs at least one group)."
         )
+
+
+def _plain_steps(steps: Sequence[RolloutStep], with_kept: bool = True) -> dict:
+    """Return a state's current step and the steps ahead. with_kept: as `RolloutStep.state_dict`."""
+    plain = [step.state_dict(with_kept) for step in steps]
+    return {"step": plain[0] if plain else None, "steps_ahead": plain[1:]}
 
 
 def staleness(group: Group, weight_version: int) -> int:

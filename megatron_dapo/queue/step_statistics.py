@@ -156,19 +156,35 @@ class RolloutStep:
     filtered: Counter[str] = field(default_factory=Counter)  # reason -> groups, dropped or masked
     # of all groups decided, kept or not
     generated: StepStatistics = field(default_factory=StepStatistics)
+    dropped: StepStatistics = field(default_factory=StepStatistics)  # of those without a place in the step
     groups: tuple[Group, ...] = ()  # to train on, in the order of their prompts' draws
 
-    def state_dict(self) -> dict:
-        """Return plain data. The groups of a step being filled are the queue's."""
+    def state_dict(self, with_kept: bool = True) -> dict:
+        """Return plain data. The groups of a step being filled are the queue's.
+
+        with_kept: False counts only dropped groups: the others are to be decided on again.
+        """
         counts = {name: value for name, value in vars(self).items() if name != "groups"}
-        return {**counts, "filtered": dict(self.filtered), "generated": self.generated.state_dict()}
+        counts |= {"filtered": dict(self.filtered), "dropped": self.dropped.state_dict()}
+        if with_kept:
+            return counts | {"generated": self.generated.state_dict()}
+        if not self.dropped.num_groups:
+            counts["filtered"] = {}  # they are masked, and kept
+        return counts | {
+            "num_ready": None,
+            "num_filtered_samples": self.dropped.num_samples,
+            "generated": counts["dropped"],
+        }
 
     @classmethod
     def from_state(cls, state: dict) -> "RolloutStep":
         """Return the step described by `state_dict`."""
-        generated = StepStatistics()
-        generated.load_state_dict(state["generated"])
-        return cls(**{**state, "filtered": Counter(state["filtered"]), "generated": generated})
+        statistics = {}
+        for name in ("generated", "dropped"):
+            statistics[name] = StepStatistics()
+            if name in state:  # else of an earlier version
+                statistics[name].load_state_dict(state[name])
+        return cls(**{**state, "filtered": Counter(state["filtered"]), **statistics})
 
 
 def _failed(sample: Sample, kind: str) -> bool:

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.unit
 MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
-def make_queue(train=2, gen=4, max_gen=3, on_exhausted="raise", mode="strict", max_staleness=0):
-    limits = QueueLimits(train, gen, max_gen, on_exhausted, max_staleness=max_staleness)
+def make_queue(train=2, gen=4, max_gen=3, on_exhausted="raise", mode="strict", max_staleness=0, masks=False):
+    limits = QueueLimits(train, gen, max_gen, on_exhausted, masks, max_staleness)
     return GroupQueue(limits, by_correctness(mode))
 
 
@@ -309,7 +309,28 @@ def test_a_state_without_samples_has_every_group_in_its_place_again():
     for draw in unfinished(other):
         other.add_finished(make_group(draw, MIXED, version=1))
     other.decide()
-    assert indices(other.take().groups) == [3, 5]
+    step = other.take()
+    assert indices(step.groups) == [3, 5]
+    # the group dropped ahead is counted in the step that it was dropped for
+    assert (taken.num_gen_batches, step.num_gen_batches) == (3 / 4, 3 / 4)
+    assert step.filtered == {"all_correct": 1} and step.num_filtered_samples == 2
+
+
+def test_a_state_without_samples_has_masked_groups_in_their_places_again():
+    keys = dict(train=2, gen=4, max_staleness=1, masks=True)
+    queue = make_queue(**keys)
+    queue.begin(1, weight_version=0)
+    run_gen_batch(queue, 0, [MIXED, WRONG, RIGHT], version=0)
+    queue.take()
+    other = make_queue(**keys)
+    other.load_state_dict(json.loads(json.dumps(queue.state_dict(with_samples=False))))
+    other.begin(2, weight_version=1)
+    assert indices(unfinished(other)) == [2]
+    for draw in (*unfinished(other), *draw_all(other, 3, 1, version=1)):
+        other.add_finished(make_group(draw, RIGHT, version=1))
+    other.decide()
+    step = other.take()
+    assert (step.num_gen_batches, step.filtered, step.num_filtered_samples) == (2 / 4, {"all_correct": 2}, 4)
 
 
 def test_a_wave_is_not_decided_on_before_its_last_group():
