@@ -220,8 +220,6 @@ def test_a_command_ends_though_another_process_holds_its_output(folder, monkeypa
 
 
 def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folder, monkeypatch):
-    monkeypatch.setattr("megatron_dapo.agents.agent_pool._GRACE_S", 1.0)
-
     async def use(pool):
         running = asyncio.create_task(pool.run(task("wait"), endpoint(), math.inf))
         private, pid = await notes(folder, 2)
@@ -233,6 +231,8 @@ def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folde
         (folder / "notes").unlink()
         assert await failure(pool, "wait", timeout_s=0.05) == "timeout"
         (folder / "notes").unlink(missing_ok=True)
+
+    async def use_stubborn(pool):
         running = asyncio.create_task(pool.run(task("stubborn"), endpoint(), math.inf))
         private, pid = await notes(folder, 2)
         running.cancel()
@@ -242,6 +242,8 @@ def test_a_cancelled_command_runs_its_finally_and_a_stubborn_one_is_killed(folde
         assert "finally" not in (folder / "notes").read_text()
 
     with_command(folder, use)
+    monkeypatch.setattr("megatron_dapo.agents.agent_pool._GRACE_S", 1.0)
+    with_command(folder, use_stubborn)
 
 
 def test_commands_end_when_the_run_is_killed(folder):
