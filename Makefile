@@ -102,7 +102,7 @@ house: setup ## Sizes on one page: rooms, names, docs, functions, wording, last 
 	@$(BIN)/python -m tests.house $(ARGS)
 
 package: setup ## Source archive and wheel of the package, in dist/ (docs/install.md)
-	@rm -rf build *.egg-info; mkdir -p .cache
+	@rm -rf build/lib build/bdist.* *.egg-info; mkdir -p .cache # build/site stays
 	@$(BIN)/python -c 'from setuptools import build_meta as b; b.build_sdist("dist"); b.build_wheel("dist")' > .cache/package.log
 	@ls dist/*
 
