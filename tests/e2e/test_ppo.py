@@ -3,10 +3,9 @@
 It runs at two tensor-parallel ranks with sequence parallelism. A replay of its batches then runs at
 two pipeline stages: a second server would cost half of the test.
 
-In the first step only the critic learns. The bounds are from four runs with a server (three at TP 2,
+In the first step only the critic learns. The bounds are from three runs with a server (two at TP 2,
 one at PP 2), in means of three steps. Explained variance was 0.36 to 0.69 from the third step on.
-The value loss fell from between 0.13 and 0.20 to between 0.05 and 0.10, by a factor of 0.61 at most;
-without a critic it would double with the reward, which climbed from below 0.40 to above 0.62.
+The value loss fell to between 0.05 and 0.10; the reward climbed from below 0.40 to above 0.62.
 """
 
 import json
@@ -83,7 +82,9 @@ def test_the_value_loss_falls_and_the_values_explain_the_returns(layout, request
     metrics = request.getfixturevalue(layout)
     assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1))
     losses = [line["critic/vf_loss"] for line in metrics]
-    assert fmean(losses[-4:]) < 0.75 * losses[0]
+    # of a critic that says 0: E[R^2] / 2, with rewards of 0 and 1 E[R] / 2, which rises with the reward
+    untrained = fmean(line["reward/mean"] / 2 for line in metrics[-4:])
+    assert fmean(losses[-4:]) < min(losses[0], 0.5 * untrained)
     explained = [line["critic/explained_variance"] for line in metrics]
     assert explained[0] == pytest.approx(0.0, abs=1e-6) and fmean(explained[3:]) > 0.3
     assert abs(metrics[-1]["critic/value_mean"] - metrics[-1]["critic/return_mean"]) < 0.2
